@@ -1,0 +1,59 @@
+# How every target of ours is built: one set of flags, one shape of test.
+
+# AVX2 + FMA is the oldest CPU we run on; AVX-512 forms are chosen at run time (kernels/simd).
+# -ffp-contract=off: a fused multiply-add happens where the source says so and nowhere else, so that
+# two builds of one formula, and its reference, round alike.
+add_library(slipstream_flags INTERFACE)
+target_include_directories(slipstream_flags INTERFACE ${PROJECT_SOURCE_DIR})
+target_compile_options(slipstream_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Werror -march=x86-64-v3 -ffp-contract=off>)
+if(SLIPSTREAM_SANITIZE)
+  target_compile_options(slipstream_flags INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SLIPSTREAM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer>)
+  target_link_options(slipstream_flags INTERFACE -fsanitize=${SLIPSTREAM_SANITIZE})
+endif()
+
+# slipstream_library(<folder> SOURCES ... DEPENDS ...): the one target of a folder.
+function(slipstream_library name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
+  add_library(slipstream_${name} STATIC ${ARG_SOURCES})
+  target_link_libraries(slipstream_${name} PUBLIC slipstream_flags ${ARG_DEPENDS})
+endfunction()
+
+# slipstream_test(<file without .cc> LABEL unit|golden|... DEPENDS ...): one binary, one ctest entry.
+function(slipstream_test file)
+  cmake_parse_arguments(ARG "" "LABEL" "DEPENDS" ${ARGN})
+  if(NOT BUILD_TESTING)
+    return()
+  endif()
+  get_filename_component(name ${file} NAME)
+  add_executable(${name} ${file}.cc)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} GTest::gtest GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name} --gtest_brief=1)
+  set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT 900)
+endfunction()
+
+# slipstream_benchmark(<file without .cc> DEPENDS ...): a Google Benchmark binary; never a ctest entry.
+function(slipstream_benchmark file)
+  cmake_parse_arguments(ARG "" "" "DEPENDS" ${ARGN})
+  if(NOT SLIPSTREAM_BENCH)
+    return()
+  endif()
+  find_package(benchmark REQUIRED)
+  get_filename_component(name ${file} NAME)
+  add_executable(${name} ${file}.cc)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} benchmark::benchmark benchmark::benchmark_main)
+endfunction()
+
+# slipstream_operator(<op>): kernels/<op>/<op>{.h,_ref.cc,_simd.cc,.cu,_test.cc,_bench.cc}.
+function(slipstream_operator op)
+  set(stem ${CMAKE_CURRENT_SOURCE_DIR}/${op}/${op})
+  target_sources(slipstream_kernels PRIVATE ${stem}_ref.cc ${stem}_simd.cc)
+  if(SLIPSTREAM_HAS_CUDA AND EXISTS ${stem}.cu)
+    target_sources(slipstream_kernels PRIVATE ${stem}.cu)
+  endif()
+  slipstream_test(${op}/${op}_test LABEL unit DEPENDS slipstream_kernels slipstream_kernels_testing)
+  if(EXISTS ${stem}_bench.cc)
+    slipstream_benchmark(${op}/${op}_bench DEPENDS slipstream_kernels slipstream_kernels_testing)
+  endif()
+endfunction()

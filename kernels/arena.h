@@ -1,0 +1,55 @@
+// Arena: memory for tensors, handed out in order and given back in reverse.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+
+#include "common/status.h"
+#include "kernels/tensor.h"
+
+namespace slipstream::kernels {
+
+// A bump allocator over one reserved range. On the CPU the range is address space: pages cost memory only once
+// touched, and keep it until the arena dies. One thread uses an arena.
+class Arena {
+ public:
+  // bytes: the most that may ever be in use. ResourceExhausted when the range cannot be reserved.
+  static absl::StatusOr<Arena> create_cpu(int64_t bytes);
+  Arena(Arena&& other) noexcept;
+  Arena& operator=(Arena&& other) noexcept;
+  ~Arena();
+
+  // A dense tensor, 64-byte aligned, uninitialised. Dies when the arena is full: sizes are checked at start-up.
+  Tensor alloc(DType dtype, std::initializer_list<int64_t> shape);
+  Tensor zeros(DType dtype, std::initializer_list<int64_t> shape);
+
+  // Everything allocated after mark() is given back by release(mark).
+  int64_t mark() const { return used_; }
+  void release(int64_t mark);
+
+  int64_t used() const { return used_; }
+  int64_t peak() const { return peak_; }  // the largest used() so far, in bytes
+
+ private:
+  Arena(char* base, int64_t capacity) : base_(base), capacity_(capacity) {}
+  char* base_ = nullptr;
+  int64_t capacity_ = 0;
+  int64_t used_ = 0;
+  int64_t peak_ = 0;
+};
+
+// Gives back, at the end of a block, what was allocated in it.
+class ArenaScope {
+ public:
+  explicit ArenaScope(Arena& arena) : arena_(arena), mark_(arena.mark()) {}
+  ~ArenaScope() { arena_.release(mark_); }
+  ArenaScope(const ArenaScope&) = delete;
+  ArenaScope& operator=(const ArenaScope&) = delete;
+
+ private:
+  Arena& arena_;
+  int64_t mark_;
+};
+
+}  // namespace slipstream::kernels

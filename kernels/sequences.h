@@ -1,0 +1,46 @@
+// How a ragged batch of sequences, and the rows they have stored so far, are described to operators.
+#pragma once
+
+#include "common/status.h"
+#include "kernels/tensor.h"
+
+namespace slipstream::kernels {
+
+// B sequences over T rows: rows row_begin[b] .. row_begin[b+1] are new tokens of sequence b, and row r has
+// position cached[b] + r - row_begin[b] in it. A sequence may have no rows.
+struct Sequences {
+  Tensor row_begin;  // [B+1] i32, ascending from 0 to T
+  Tensor cached;     // [B] i32, tokens of the sequence that came before this batch
+
+  int64_t count() const { return cached.size(0); }
+  int64_t rows() const { return row_begin.i32()[count()]; }
+  int64_t begin(int64_t b) const { return row_begin.i32()[b]; }
+  int64_t end(int64_t b) const { return row_begin.i32()[b + 1]; }
+  int64_t cached_tokens(int64_t b) const { return cached.i32()[b]; }
+};
+
+// Rows a page of any paged store holds. KDA chunks have the same length, so both end on the same tokens.
+constexpr int64_t kPageRows = 64;
+
+// Rows of W values that belong to growing sequences, kept in pages of one pool:
+// row p of sequence b is pool[page_table[b, p / kPageRows], p % kPageRows].
+struct PagedRows {
+  Tensor pool;        // [pages, kPageRows, W] f32 or bf16
+  Tensor page_table;  // [B, pages of the longest sequence] i32; unused entries are -1
+
+  int64_t width() const { return pool.size(2); }
+  // Offset in elements of row p of sequence b from the start of the pool.
+  int64_t offset(int64_t b, int64_t p) const {
+    const int64_t page = page_table.i32()[b * page_table.stride(0) + p / kPageRows];
+    return page * pool.stride(0) + p % kPageRows * pool.stride(1);
+  }
+};
+
+// InvalidArgument unless row_begin ascends from 0 to `rows` over cached.size(0) sequences.
+absl::Status expect_sequences(const char* op, const Sequences& sequences, int64_t rows);
+// InvalidArgument unless the pool has this width and the table has a page for every row that `sequences` reaches
+// (positions 0 .. cached + new - 1, divided by `tokens_per_row` for stores that keep one row per several tokens).
+absl::Status expect_paged(const char* op, const char* name, const PagedRows& rows, const Sequences& sequences,
+                          int64_t width, int64_t tokens_per_row = 1);
+
+}  // namespace slipstream::kernels

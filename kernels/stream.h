@@ -1,0 +1,63 @@
+// Stream: where operators run. On the CPU it is a team of threads that computes before launch() returns.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "common/status.h"
+#include "kernels/tensor.h"
+
+namespace slipstream::kernels {
+
+// One thread's share of a CPU stream: its index and memory for the duration of one task.
+class Worker {
+ public:
+  Worker(int index, int64_t scratch_bytes);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  int index() const { return index_; }
+  // `count` uninitialised elements, 64-byte aligned; valid until the task (one call of parallel_for's function) returns.
+  template <class T>
+  T* scratch(int64_t count) {
+    return static_cast<T*>(allocate(count * static_cast<int64_t>(sizeof(T))));
+  }
+  void reset() { used_ = 0; }
+
+ private:
+  void* allocate(int64_t bytes);
+
+  int index_;
+  char* base_ = nullptr;
+  int64_t capacity_ = 0;
+  int64_t used_ = 0;
+};
+
+// One thread drives a stream. Work split by parallel_for must not depend on the split: which thread runs which
+// range is not fixed, and neither is the number of threads.
+class Stream {
+ public:
+  // threads: 1..256, the calling thread included. InvalidArgument otherwise.
+  static absl::StatusOr<std::unique_ptr<Stream>> create_cpu(int threads);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  Device device() const { return {}; }
+  int threads() const;
+
+  using Task = absl::FunctionRef<void(int64_t begin, int64_t end, Worker& worker)>;
+  // Calls task on disjoint ranges that cover [0, n), at most `grain` long each, and returns when all are done.
+  // Not re-entrant: a task must not call parallel_for.
+  void parallel_for(int64_t n, int64_t grain, Task task);
+
+ private:
+  struct Team;
+  explicit Stream(std::unique_ptr<Team> team);
+  std::unique_ptr<Team> team_;
+};
+
+}  // namespace slipstream::kernels
