@@ -33,7 +33,14 @@ Arena::~Arena() {
 }
 
 Tensor Arena::alloc(DType dtype, std::initializer_list<int64_t> shape) {
-  const Tensor tensor(base_ + used_, dtype, shape);
+  return take(Tensor(base_ + used_, dtype, shape));
+}
+
+Tensor Arena::alloc(DType dtype, const std::vector<int64_t>& shape) {
+  return take(Tensor(base_ + used_, dtype, shape.data(), static_cast<int>(shape.size())));
+}
+
+Tensor Arena::take(Tensor tensor) {
   used_ += (tensor.bytes() + 63) / 64 * 64;
   CHECK_LE(used_, capacity_);
   peak_ = std::max(peak_, used_);

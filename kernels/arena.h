@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <vector>
 
 #include "common/status.h"
 #include "kernels/tensor.h"
@@ -22,6 +23,7 @@ class Arena {
 
   // A dense tensor, 64-byte aligned, uninitialised. Dies when the arena is full: sizes are checked at start-up.
   Tensor alloc(DType dtype, std::initializer_list<int64_t> shape);
+  Tensor alloc(DType dtype, const std::vector<int64_t>& shape);
   Tensor zeros(DType dtype, std::initializer_list<int64_t> shape);
 
   // Everything allocated after mark() is given back by release(mark).
@@ -32,6 +34,7 @@ class Arena {
   int64_t peak() const { return peak_; }  // the largest used() so far, in bytes
 
  private:
+  Tensor take(Tensor tensor);
   Arena(char* base, int64_t capacity) : base_(base), capacity_(capacity) {}
   char* base_ = nullptr;
   int64_t capacity_ = 0;

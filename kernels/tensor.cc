@@ -107,6 +107,18 @@ Tensor Tensor::view(std::initializer_list<int64_t> shape) const {
   return out;
 }
 
+Tensor Tensor::split_last(int64_t parts) const {
+  CHECK(rank_ >= 1 && rank_ < kMaxRank && parts > 0);
+  CHECK_EQ(shape_[rank_ - 1] % parts, 0);
+  Tensor out = *this;
+  out.rank_ = rank_ + 1;
+  out.shape_[rank_ - 1] = parts;
+  out.shape_[rank_] = shape_[rank_ - 1] / parts;
+  out.stride_[rank_ - 1] = out.shape_[rank_];
+  out.stride_[rank_] = 1;
+  return out;
+}
+
 Tensor Tensor::transpose01() const {
   CHECK_GE(rank_, 3);
   Tensor out = *this;

@@ -69,6 +69,7 @@ class Tensor {
   Tensor slice(int dim, int64_t begin, int64_t end) const;  // the sub-range of one dimension
   Tensor operator[](int64_t i) const;                       // drops the first dimension
   Tensor view(std::initializer_list<int64_t> shape) const;  // dense() only; same numel
+  Tensor split_last(int64_t parts) const;                   // [..., parts * n] -> [..., parts, n]
   Tensor transpose01() const;                               // swaps the first two dimensions; rank 3 or 4
 
  private:

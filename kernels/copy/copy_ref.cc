@@ -1,0 +1,22 @@
+#include "kernels/copy/copy.h"
+#include "kernels/validate.h"
+
+namespace slipstream::kernels {
+
+absl::Status validate(const Copy& args) {
+  RETURN_IF_ERROR(expect_tensor("copy", "from", args.from, DType::kF32, {-1, -1, -1}));
+  return expect_tensor("copy", "to", args.to, DType::kF32, {args.from.size(0), args.from.size(1), args.from.size(2)});
+}
+
+void reference(const Copy& args) {
+  CHECK_OK(validate(args));
+  for (int64_t t = 0; t < args.from.size(0); ++t) {
+    for (int64_t j = 0; j < args.from.size(1); ++j) {
+      for (int64_t i = 0; i < args.from.size(2); ++i) {
+        args.to.row(t)[j * args.to.stride(1) + i] = args.from.row(t)[j * args.from.stride(1) + i];
+      }
+    }
+  }
+}
+
+}  // namespace slipstream::kernels

@@ -1,0 +1,75 @@
+#include "model/step.h"
+
+#include "kernels/add/add.h"
+#include "kernels/copy/copy.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/rmsnorm/rmsnorm.h"
+
+namespace slipstream::model {
+
+void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias) {
+  kernels::launch(kernels::Gemm{.a = x, .b = w, .c = y, .bias = bias, .transpose_b = true}, step.stream);
+}
+
+Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias) {
+  const Tensor y = step.alloc({x.size(0), w.size(0)});
+  linear_into(step, x, w, y, bias);
+  return y;
+}
+
+void input_grad_into(Step& step, const Tensor& dy, const Tensor& w, const Tensor& dx) {
+  kernels::launch(kernels::Gemm{.a = dy, .b = w, .c = dx, .bias = {}}, step.stream);
+}
+
+Tensor input_grad(Step& step, const Tensor& dy, const Tensor& w) {
+  const Tensor dx = step.alloc({dy.size(0), w.size(1)});
+  input_grad_into(step, dy, w, dx);
+  return dx;
+}
+
+void add_input_grad(Step& step, const Tensor& dy, const Tensor& w, const Tensor& dx) {
+  kernels::launch(kernels::Gemm{.a = dy, .b = w, .c = dx, .bias = {}, .accumulate = true}, step.stream);
+}
+
+void add_weight_grad(Step& step, const Tensor& dy, const Tensor& x, const Tensor& dw) {
+  if (dw.empty()) return;
+  kernels::launch(
+      kernels::Gemm{.a = dy, .b = x, .c = dw, .bias = {}, .transpose_a = true, .accumulate = true}, step.stream);
+}
+
+void add_bias_grad(Step& step, const Tensor& dy, const Tensor& db) {
+  if (!db.empty()) kernels::launch(kernels::ColumnSum{.x = dy, .y = db}, step.stream);
+}
+
+Tensor rms_norm(Step& step, const Tensor& x, const Tensor& w, float eps, Tensor* inv_rms) {
+  const Tensor y = step.alloc({x.size(0), x.size(1)});
+  if (inv_rms != nullptr) *inv_rms = step.alloc({x.size(0)});
+  kernels::launch(
+      kernels::RmsNorm{.x = x, .w = w, .y = y, .inv_rms = inv_rms != nullptr ? *inv_rms : Tensor(), .eps = eps},
+      step.stream);
+  return y;
+}
+
+Tensor rms_norm_backward(Step& step, const Tensor& x, const Tensor& w, const Tensor& inv_rms, const Tensor& dy,
+                         const Tensor& dw) {
+  const Tensor dx = step.alloc({x.size(0), x.size(1)});
+  kernels::launch(kernels::RmsNormBackward{.x = x, .w = w, .inv_rms = inv_rms, .dy = dy, .dx = dx, .dw = dw},
+                  step.stream);
+  return dx;
+}
+
+Tensor add(Step& step, const Tensor& a, const Tensor& b) {
+  const Tensor y = step.alloc({a.size(0), a.size(1)});
+  kernels::launch(kernels::Add{.a = a, .b = b, .y = y}, step.stream);
+  return y;
+}
+
+void add_into(Step& step, const Tensor& into, const Tensor& b) {
+  kernels::launch(kernels::Add{.a = into, .b = b, .y = into}, step.stream);
+}
+
+void copy_into(Step& step, const Tensor& from, const Tensor& to) {
+  kernels::launch(kernels::Copy{.from = from, .to = to}, step.stream);
+}
+
+}  // namespace slipstream::model

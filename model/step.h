@@ -1,0 +1,43 @@
+// Step: what a forward or backward pass carries along, and the small verbs layers are written in.
+#pragma once
+
+#include "kernels/arena.h"
+#include "kernels/stream.h"
+#include "model/batch.h"
+
+namespace slipstream::model {
+
+using kernels::Tensor;
+
+// Layers allocate their results and what they save from `arena`; the model gives it back layer by layer.
+struct Step {
+  kernels::Stream& stream;
+  kernels::Arena& arena;
+  const PreparedBatch& batch;
+
+  Tensor alloc(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kF32, shape); }
+  Tensor ints(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kI32, shape); }
+};
+
+// y = x wᵀ (+ bias). x [T, K], w [N x K], y [T, N].
+Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias = {});
+void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias = {});
+// dx = dy w, and dx += dy w.
+Tensor input_grad(Step& step, const Tensor& dy, const Tensor& w);
+void input_grad_into(Step& step, const Tensor& dy, const Tensor& w, const Tensor& dx);
+void add_input_grad(Step& step, const Tensor& dy, const Tensor& w, const Tensor& dx);
+// dw += dyᵀ x; nothing when dw is absent (frozen).
+void add_weight_grad(Step& step, const Tensor& dy, const Tensor& x, const Tensor& dw);
+// db += column sums of dy; nothing when db is absent.
+void add_bias_grad(Step& step, const Tensor& dy, const Tensor& db);
+
+// RMSNorm of the rows of x [T, H]; inv_rms (may be null) receives what the backward needs.
+Tensor rms_norm(Step& step, const Tensor& x, const Tensor& w, float eps, Tensor* inv_rms);
+Tensor rms_norm_backward(Step& step, const Tensor& x, const Tensor& w, const Tensor& inv_rms, const Tensor& dy,
+                         const Tensor& dw);
+// a + b, and into = into + b. Rank 2.
+Tensor add(Step& step, const Tensor& a, const Tensor& b);
+void add_into(Step& step, const Tensor& into, const Tensor& b);
+void copy_into(Step& step, const Tensor& from, const Tensor& to);  // rank 3
+
+}  // namespace slipstream::model
