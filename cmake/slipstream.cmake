@@ -6,11 +6,16 @@
 add_library(slipstream_flags INTERFACE)
 target_include_directories(slipstream_flags INTERFACE ${PROJECT_SOURCE_DIR})
 target_compile_options(slipstream_flags INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Werror -march=x86-64-v3 -ffp-contract=off>)
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -march=x86-64-v3 -ffp-contract=off>)
+# GCC's warnings are errors. Clang, which builds the fuzzers only, has others of its own.
+target_compile_options(slipstream_flags INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Werror>)
 if(SLIPSTREAM_SANITIZE)
   target_compile_options(slipstream_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SLIPSTREAM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer>)
   target_link_options(slipstream_flags INTERFACE -fsanitize=${SLIPSTREAM_SANITIZE})
+endif()
+if(SLIPSTREAM_FUZZ)
+  target_compile_options(slipstream_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=fuzzer-no-link>)
 endif()
 
 # slipstream_library(<folder> SOURCES ... DEPENDS ...): the one target of a folder.
@@ -43,6 +48,15 @@ function(slipstream_benchmark file)
   get_filename_component(name ${file} NAME)
   add_executable(${name} ${file}.cc)
   target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} benchmark::benchmark benchmark::benchmark_main)
+endfunction()
+
+# slipstream_fuzzer(<file without .cc> DEPENDS ...): a libFuzzer binary; never a ctest entry.
+function(slipstream_fuzzer file)
+  cmake_parse_arguments(ARG "" "" "DEPENDS" ${ARGN})
+  get_filename_component(name ${file} NAME)
+  add_executable(${name} ${file}.cc)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS})
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
 endfunction()
 
 # slipstream_operator(<op>): kernels/<op>/<op>{.h,_ref.cc,_simd.cc,.cu,_test.cc,_bench.cc}.

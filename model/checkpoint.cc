@@ -1,0 +1,223 @@
+#include "model/checkpoint.h"
+
+#include <cstring>
+#include <filesystem>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "model/checkpoint_index.h"
+#include "model/fp8.h"
+#include "model/tensor_rows.h"
+
+namespace slipstream::model {
+namespace {
+
+using kernels::DType;
+using kernels::Tensor;
+
+constexpr size_t kIndexBytesMax = 100'000'000;
+
+absl::Status check_options(const CheckpointOptions& options) {
+  if (options.fp8_block_rows >= 1 && options.fp8_block_cols >= 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("weight_block_size ", describe_shape({options.fp8_block_rows, options.fp8_block_cols}),
+                   ", expected sizes of at least 1"));
+}
+
+absl::Status at(const std::string& path, std::string_view tensor, absl::StatusCode code,
+                const std::string& message) {
+  return absl::Status(code, absl::StrCat(path, ": ", printable(tensor), ": ", message));
+}
+
+absl::StatusOr<CheckpointIndex> read_index(const std::string& path) {
+  ASSIGN_OR_RETURN(const MappedFile file, MappedFile::open(path));
+  const absl::Span<const std::byte> bytes = file.bytes();
+  if (bytes.size() > kIndexBytesMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": ", bytes.size(), " bytes, expected at most ", kIndexBytesMax));
+  }
+  return parse_checkpoint_index({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, path);
+}
+
+// The index and the shards must agree on every tensor, in both directions.
+absl::Status check_index(const std::string& index_path, const CheckpointIndex& index,
+                         const std::map<std::string, const SafetensorsFile*>& shards) {
+  for (const auto& [tensor, shard] : index.weight_map) {
+    if (shards.at(shard)->find(tensor) == nullptr) {
+      return at(index_path, tensor, absl::StatusCode::kInvalidArgument,
+                absl::StrCat("not in ", shard, ", where weight_map has it"));
+    }
+  }
+  for (const auto& [shard, file] : shards) {
+    for (const StoredTensor& tensor : file->tensors()) {
+      const auto entry = index.weight_map.find(tensor.name);
+      if (entry == index.weight_map.end()) {
+        return at(file->path(), tensor.name, absl::StatusCode::kInvalidArgument,
+                  "not in weight_map of the index");
+      }
+      if (entry->second != shard) {
+        return at(file->path(), tensor.name, absl::StatusCode::kInvalidArgument,
+                  absl::StrCat("stands in two shards; weight_map has it in ", entry->second));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<SafetensorsFile>> open_shards(const std::string& dir,
+                                                         const std::string& index_path) {
+  ASSIGN_OR_RETURN(const CheckpointIndex index, read_index(index_path));
+  std::set<std::string> names;
+  for (const auto& [tensor, shard] : index.weight_map) names.insert(shard);
+  std::vector<SafetensorsFile> files;
+  files.reserve(names.size());  // `shards` points into it
+  std::map<std::string, const SafetensorsFile*> shards;
+  for (const std::string& name : names) {
+    ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(absl::StrCat(dir, "/", name)));
+    files.push_back(std::move(file));
+    shards[name] = &files.back();
+  }
+  RETURN_IF_ERROR(check_index(index_path, index, shards));
+  return files;
+}
+
+}  // namespace
+
+absl::StatusOr<Checkpoint> Checkpoint::open(const std::string& dir, const CheckpointOptions& options) {
+  RETURN_IF_ERROR(check_options(options));
+  const std::string single_path = absl::StrCat(dir, "/", kSingleFileName);
+  const std::string index_path = absl::StrCat(dir, "/", kIndexFileName);
+  std::error_code error;  // a path that cannot be looked at is reported by the open below
+  if (std::filesystem::exists(single_path, error)) {
+    ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(single_path));
+    std::vector<SafetensorsFile> files;
+    files.push_back(std::move(file));
+    return Checkpoint(dir, std::move(files), options);
+  }
+  if (!std::filesystem::exists(index_path, error)) {
+    return absl::NotFoundError(absl::StrCat(dir, ": neither ", kSingleFileName, " nor ", kIndexFileName));
+  }
+  ASSIGN_OR_RETURN(std::vector<SafetensorsFile> files, open_shards(dir, index_path));
+  return Checkpoint(dir, std::move(files), options);
+}
+
+absl::StatusOr<Checkpoint> Checkpoint::open_file(SafetensorsFile file, const CheckpointOptions& options) {
+  RETURN_IF_ERROR(check_options(options));
+  std::vector<SafetensorsFile> files;
+  const std::string where = file.path();
+  files.push_back(std::move(file));
+  return Checkpoint(where, std::move(files), options);
+}
+
+Checkpoint::Checkpoint(std::string where, std::vector<SafetensorsFile> files,
+                       const CheckpointOptions& options)
+    : where_(std::move(where)), options_(options), files_(std::move(files)) {
+  for (const SafetensorsFile& file : files_) {
+    for (const StoredTensor& tensor : file.tensors()) {
+      const int64_t index = static_cast<int64_t>(entries_.size());
+      entries_[tensor.name] = {.tensor = &tensor, .path = &file.path(), .index = index};
+    }
+  }
+  read_ = std::make_unique<std::atomic<bool>[]>(entries_.size());
+}
+
+std::vector<std::string> Checkpoint::names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : entries_) names.emplace_back(name);
+  return names;
+}
+
+const StoredTensor* Checkpoint::find(std::string_view name) const {
+  const auto found = entries_.find(name);
+  return found == entries_.end() ? nullptr : found->second.tensor;
+}
+
+absl::StatusOr<Checkpoint::Entry> Checkpoint::entry(std::string_view name) const {
+  const auto found = entries_.find(name);
+  if (found == entries_.end()) return at(where_, name, absl::StatusCode::kNotFound, "no such tensor");
+  return found->second;
+}
+
+absl::Status Checkpoint::read_into(std::string_view name, const Tensor& dst) {
+  CHECK(!dst.empty());
+  CHECK(dst.device() == kernels::Device{});
+  ASSIGN_OR_RETURN(const Entry from, entry(name));
+  const StoredTensor& tensor = *from.tensor;
+  const std::vector<int64_t> expected = shape_of(dst);
+  if (tensor.shape != expected) {
+    return at(*from.path, name, absl::StatusCode::kInvalidArgument,
+              absl::StrCat("shape ", describe_shape(tensor.shape), ", expected ", describe_shape(expected)));
+  }
+  if (can_convert(tensor.dtype, dst.dtype())) {
+    const std::byte* in = tensor.bytes.data();
+    for_each_run(dst, [&](void* out, int64_t count) {
+      convert(tensor.dtype, in, dst.dtype(), out, count);
+      in += count * size_of(tensor.dtype);
+    });
+  } else if (tensor.dtype == StoredDType::kF8E4M3 && dst.dtype() != DType::kI32) {
+    RETURN_IF_ERROR(read_fp8(from, dst));
+  } else {
+    return at(*from.path, name, absl::StatusCode::kInvalidArgument,
+              absl::StrCat("dtype ", name_of(tensor.dtype), ", expected one that converts to ",
+                           kernels::name_of(dst.dtype())));
+  }
+  mark_read(from);
+  return absl::OkStatus();
+}
+
+absl::Status Checkpoint::read_fp8(const Entry& weight, const Tensor& dst) {
+  const StoredTensor& codes = *weight.tensor;
+  const std::string scale_name = absl::StrCat(codes.name, "_scale_inv");
+  const auto found = entries_.find(scale_name);
+  if (found == entries_.end()) {
+    return at(*weight.path, codes.name, absl::StatusCode::kNotFound,
+              absl::StrCat("F8_E4M3 without its scales: no tensor ", printable(scale_name)));
+  }
+  const Entry& scale_entry = found->second;
+  const StoredTensor& scale = *scale_entry.tensor;
+  if (codes.shape.size() != 2) {
+    return at(*weight.path, codes.name, absl::StatusCode::kInvalidArgument,
+              absl::StrCat("shape ", describe_shape(codes.shape),
+                           ", expected a matrix for F8_E4M3 with block scales"));
+  }
+  Fp8Blocks blocks{.codes = reinterpret_cast<const uint8_t*>(codes.bytes.data()),
+                   .rows = codes.shape[0],
+                   .cols = codes.shape[1],
+                   .scales = nullptr,
+                   .block_rows = options_.fp8_block_rows,
+                   .block_cols = options_.fp8_block_cols};
+  const std::vector<int64_t> expected = {blocks.scale_rows(), blocks.scale_cols()};
+  if (scale.dtype != StoredDType::kF32 || scale.shape != expected) {
+    return at(*scale_entry.path, scale_name, absl::StatusCode::kInvalidArgument,
+              absl::StrCat(scale.describe(), ", expected F32 ", describe_shape(expected)));
+  }
+  std::vector<float> scales(scale.bytes.size() / sizeof(float));  // a copy: the file may hold them unaligned
+  if (!scales.empty()) std::memcpy(scales.data(), scale.bytes.data(), scale.bytes.size());
+  blocks.scales = scales.data();
+  if (const BadScale bad = find_bad_scale(blocks); bad.found) {
+    return at(*scale_entry.path, scale_name, absl::StatusCode::kInvalidArgument,
+              absl::StrCat("block [", bad.row, ", ", bad.col, "]: scale ", bad.scale,
+                           ", expected a finite one, above 0 where the block is not all zeros"));
+  }
+  dequantize(blocks, dst);
+  mark_read(scale_entry);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<const StoredTensor*> Checkpoint::raw(std::string_view name) {
+  ASSIGN_OR_RETURN(const Entry found, entry(name));
+  mark_read(found);
+  return found.tensor;
+}
+
+std::vector<std::string> Checkpoint::unread() const {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : entries_) {
+    if (!read_[static_cast<size_t>(entry.index)].load(std::memory_order_relaxed)) names.emplace_back(name);
+  }
+  return names;
+}
+
+}  // namespace slipstream::model
