@@ -1,8 +1,8 @@
 // block_gemm: the one matrix product of the CPU operators, on blocks that a single thread owns.
 //
-// Each element of the result is one chain of fused multiply-adds over ascending k: c = fma(a[m,k], b[k,n], c).
-// The chain is the definition. Tiling, packing and the split over threads only choose which chains run side by
-// side, so they never change a bit: a row of c is the same alone or in a batch of a thousand.
+// Each element of the result is one chain of fused multiply-adds over ascending k: c = fma(a[m,k], b[k,n],
+// c). The chain is the definition. Tiling, packing and the split over threads only choose which chains run
+// side by side, so they never change a bit: a row of c is the same alone or in a batch of a thousand.
 //
 // Included by <op>_simd.cc after hwy/foreach_target.h, once per target.
 #if defined(SLIPSTREAM_KERNELS_SIMD_BLOCK_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -14,7 +14,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
+#include "hwy/cache_control.h"
 #include "kernels/simd/lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -28,35 +31,74 @@ struct LeftFactor {
   int64_t col;
 };
 
-// Rows x Vectors accumulators of sixteen columns each; the last vector holds `tail` columns (16 = full).
-template <int Rows, int Vectors, class TB>
-HWY_INLINE void block_gemm_tile(int64_t k_count, LeftFactor a, const TB* HWY_RESTRICT b, int64_t ldb,
-                                float* HWY_RESTRICT c, int64_t ldc, int64_t tail, bool accumulate) {
+// Tile sizes by register file: 32 AVX-512 registers hold 12 x 2 accumulators, two vectors of b and a
+// broadcast; 16 AVX2 ones hold 6 x 1 pairs. A product of few rows takes a wide tile instead: chains to hide
+// latency.
+constexpr int kTileRows = kLanesParts == 1 ? 12 : 6;
+constexpr int kTileVectors = kLanesParts == 1 ? 2 : 1;
+constexpr int kWideRows = kTileRows / 2;
+constexpr int kWideVectors = kTileVectors * 2;
+constexpr int64_t kTileColumns = kTileVectors * kLanes;
+constexpr int64_t kWideColumns = kWideVectors * kLanes;
+
+// Rows x Vectors accumulators of sixteen columns each. With Masked there is one vector, of `columns` (1..15).
+template <int Rows, int Vectors, bool Masked, class TB>
+HWY_NOINLINE void block_gemm_tile(int64_t k_count, LeftFactor a, const TB* HWY_RESTRICT b, int64_t ldb,
+                                  float* HWY_RESTRICT c, int64_t ldc, int64_t columns, bool accumulate) {
+  static_assert(!Masked || Vectors == 1);
   Lanes acc[Rows][Vectors];
-  for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < Vectors; ++v) {
-      const bool partial = v == Vectors - 1 && tail != kLanes;
-      const float* from = c + r * ldc + v * kLanes;
-      acc[r][v] = !accumulate ? zero_lanes() : partial ? load_first(from, tail) : load(from);
+  if (accumulate) {
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) {
+        const float* from = c + r * ldc + v * kLanes;
+        if constexpr (Masked) {
+          acc[r][v] = load_first(from, columns);
+        } else {
+          acc[r][v] = load(from);
+        }
+      }
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) acc[r][v] = zero_lanes();
     }
   }
+  // One pointer for three rows: twelve of them would not fit the general registers.
+  constexpr int kPointers = (Rows + 2) / 3;
+  const float* left[kPointers];
+#pragma GCC unroll 16
+  for (int p = 0; p < kPointers; ++p) left[p] = a.data + 3 * p * a.row;
   for (int64_t k = 0; k < k_count; ++k) {
     Lanes right[Vectors];
+#pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
-      const bool partial = v == Vectors - 1 && tail != kLanes;
-      right[v] = partial ? load_first(b + k * ldb + v * kLanes, tail) : load(b + k * ldb + v * kLanes);
+      if constexpr (Masked) {
+        right[v] = load_first(b, columns);
+      } else {
+        right[v] = load(b + v * kLanes);
+      }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
-      const Lanes left = broadcast(a.data[r * a.row + k * a.col]);
-      for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(left, right[v], acc[r][v]);
+      const Lanes value = broadcast(left[r / 3][r % 3 * a.row]);
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(value, right[v], acc[r][v]);
     }
+#pragma GCC unroll 16
+    for (int p = 0; p < kPointers; ++p) left[p] += a.col;
+    b += ldb;
   }
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
-      const bool partial = v == Vectors - 1 && tail != kLanes;
       float* to = c + r * ldc + v * kLanes;
-      if (partial) {
-        store_first(acc[r][v], to, tail);
+      if constexpr (Masked) {
+        store_first(acc[r][v], to, columns);
       } else {
         store(acc[r][v], to);
       }
@@ -64,48 +106,190 @@ HWY_INLINE void block_gemm_tile(int64_t k_count, LeftFactor a, const TB* HWY_RES
   }
 }
 
-// Tile heights by register file: 32 AVX-512 registers hold 12 x 2 accumulators, 16 AVX2 ones 6 x 1 pairs.
-constexpr int kTileRows = kLanesParts == 1 ? 12 : 6;
-constexpr int kTileVectors = kLanesParts == 1 ? 2 : 1;
-
-template <int Vectors, class TB>
-HWY_INLINE void block_gemm_columns(int64_t m, int64_t k, LeftFactor a, const TB* b, int64_t ldb, float* c,
-                                   int64_t ldc, int64_t tail, bool accumulate) {
-  int64_t row = 0;
-  const auto at = [&](int64_t r) { return LeftFactor{a.data + r * a.row, a.row, a.col}; };
-  for (; row + kTileRows <= m; row += kTileRows) {
-    block_gemm_tile<kTileRows, Vectors>(k, at(row), b, ldb, c + row * ldc, ldc, tail, accumulate);
-  }
-  for (; row + 4 <= m; row += 4) {
-    block_gemm_tile<4, Vectors>(k, at(row), b, ldb, c + row * ldc, ldc, tail, accumulate);
-  }
-  for (; row < m; ++row) {
-    block_gemm_tile<1, Vectors>(k, at(row), b, ldb, c + row * ldc, ldc, tail, accumulate);
+template <int Vectors, bool Masked, class TB>
+HWY_INLINE void block_gemm_rows(int64_t rows, int64_t k, LeftFactor a, const TB* b, int64_t ldb, float* c,
+                                int64_t ldc, int64_t columns, bool accumulate) {
+  constexpr int kRowsMax = Vectors > kTileVectors ? kWideRows : kTileRows;
+  static_assert(kRowsMax <= 12);
+  const auto run = [&](auto count) {
+    constexpr int kRows = std::min<int>(count, kRowsMax);
+    block_gemm_tile<kRows, Vectors, Masked>(k, a, b, ldb, c, ldc, columns, accumulate);
+  };
+  switch (rows) {
+    case 1:
+      return run(std::integral_constant<int, 1>());
+    case 2:
+      return run(std::integral_constant<int, 2>());
+    case 3:
+      return run(std::integral_constant<int, 3>());
+    case 4:
+      return run(std::integral_constant<int, 4>());
+    case 5:
+      return run(std::integral_constant<int, 5>());
+    case 6:
+      return run(std::integral_constant<int, 6>());
+    case 7:
+      return run(std::integral_constant<int, 7>());
+    case 8:
+      return run(std::integral_constant<int, 8>());
+    case 9:
+      return run(std::integral_constant<int, 9>());
+    case 10:
+      return run(std::integral_constant<int, 10>());
+    case 11:
+      return run(std::integral_constant<int, 11>());
+    default:
+      return run(std::integral_constant<int, 12>());
   }
 }
 
-// c[m, n] (row stride ldc) = a[m, k] b[k, n] (row stride ldb), or += when accumulate: the chain then starts at c.
+// One row of tiles: c[rows, n] with rows <= kTileRows.
+template <class TB>
+HWY_INLINE void block_gemm_strip(int64_t rows, int64_t n, int64_t k, LeftFactor a, const TB* b, int64_t ldb,
+                                 float* c, int64_t ldc, bool accumulate) {
+  int64_t column = 0;
+  if (rows <= kWideRows) {
+    for (; column + kWideColumns <= n; column += kWideColumns) {
+      block_gemm_rows<kWideVectors, false>(rows, k, a, b + column, ldb, c + column, ldc, kLanes, accumulate);
+    }
+  }
+  for (; column + kTileColumns <= n; column += kTileColumns) {
+    block_gemm_rows<kTileVectors, false>(rows, k, a, b + column, ldb, c + column, ldc, kLanes, accumulate);
+  }
+  if constexpr (kTileVectors > 1) {
+    if (column + kLanes <= n) {
+      block_gemm_rows<1, false>(rows, k, a, b + column, ldb, c + column, ldc, kLanes, accumulate);
+      column += kLanes;
+    }
+  }
+  if (column < n) {
+    block_gemm_rows<1, true>(rows, k, a, b + column, ldb, c + column, ldc, n - column, accumulate);
+  }
+}
+
+// Calls body(first row, rows) for m rows in strips of nearly equal height: 13 rows are 7 + 6, never 12 + 1.
+template <class Body>
+HWY_INLINE void for_row_strips(int64_t m, Body&& body) {
+  const int64_t strips = (m + kTileRows - 1) / kTileRows;
+  for (int64_t i = 0; i < strips; ++i) {
+    const int64_t begin = m * i / strips, end = m * (i + 1) / strips;
+    body(begin, end - begin);
+  }
+}
+
+// c[m, n] (row stride ldc) = a[m, k] b[k, n] (row stride ldb), or += when accumulate: the chain then starts
+// at c.
 template <class TB>
 HWY_INLINE void block_gemm(int64_t m, int64_t n, int64_t k, LeftFactor a, const TB* b, int64_t ldb, float* c,
                            int64_t ldc, bool accumulate) {
-  constexpr int64_t kColumns = kTileVectors * kLanes;
-  int64_t column = 0;
-  for (; column + kColumns <= n; column += kColumns) {
-    block_gemm_columns<kTileVectors>(m, k, a, b + column, ldb, c + column, ldc, kLanes, accumulate);
+  for_row_strips(m, [&](int64_t row, int64_t rows) {
+    block_gemm_strip(rows, n, k, LeftFactor{a.data + row * a.row, a.row, a.col}, b, ldb, c + row * ldc, ldc,
+                     accumulate);
+  });
+}
+
+// Four 32-bit words of the rows 0, 4, 8 and 12 below p (rows `stride` bytes apart), a 128-bit block each.
+HWY_INLINE Lanes load_four_rows(const char* p, int64_t stride) {
+  const hn::CappedTag<float, 4> d;
+  const auto at = [&](int64_t row)
+                      HWY_ATTR { return hn::LoadU(d, reinterpret_cast<const float*>(p + row * stride)); };
+#if HWY_TARGET <= HWY_AVX3
+  // Inserts from memory need no shuffle port, which Combine would.
+  __m512 rows = _mm512_castps128_ps512(at(0).raw);
+  rows = _mm512_insertf32x4(rows, at(4).raw, 1);
+  rows = _mm512_insertf32x4(rows, at(8).raw, 2);
+  return {{LanesVec{_mm512_insertf32x4(rows, at(12).raw, 3)}}};
+#else
+  return {{hn::Combine(LanesTag(), at(4), at(0)), hn::Combine(LanesTag(), at(12), at(8))}};
+#endif
+}
+
+// Word w of sixteen rows of sixteen words, for each w: store_word(w, lanes) with row r in lane r.
+template <class StoreWord>
+HWY_INLINE void transpose_words(const char* p, int64_t stride, StoreWord&& store_word) {
+  Lanes rows[4][4];  // [r][q]: words 4q..4q+3 of rows r, r+4, r+8, r+12. A cache line is read at one go.
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; ++r) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) rows[r][q] = load_four_rows(p + r * stride + 16 * q, stride);
   }
-  for (; column < n; column += kLanes) {
-    block_gemm_columns<1>(m, k, a, b + column, ldb, c + column, ldc, std::min(kLanes, n - column), accumulate);
+  const LanesTag d;
+  const hn::Repartition<double, LanesTag> pairs;
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    Lanes words[4];
+    for (int64_t i = 0; i < kLanesParts; ++i) {
+      const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, rows[0][q].part[i], rows[1][q].part[i]));
+      const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, rows[2][q].part[i], rows[3][q].part[i]));
+      const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, rows[0][q].part[i], rows[1][q].part[i]));
+      const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, rows[2][q].part[i], rows[3][q].part[i]));
+      words[0].part[i] = hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23));
+      words[1].part[i] = hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23));
+      words[2].part[i] = hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23));
+      words[3].part[i] = hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23));
+    }
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w) store_word(4 * q + w, words[w]);
   }
 }
 
-// out[k, n] (row stride ldo >= n rounded up to 16) = b[n, k]ᵀ (row stride ldb) as fp32; columns n.. of the last
-// sixteen are zero. Makes a weight [out x in] the right factor of block_gemm.
+// Sixteen rows of 64 bytes (sixteen fp32 or thirty-two bf16) at p, transposed to out[k, 16] as fp32; only the
+// first `k_count` rows of out are written.
+template <bool Whole>
+HWY_INLINE void transpose_block(const float*, const char* p, int64_t stride, int64_t k_count, float* out,
+                                int64_t ldo) {
+  transpose_words(p, stride, [&](int64_t k, const Lanes& x) HWY_ATTR {
+    if (Whole || k < k_count) store(x, out + k * ldo);
+  });
+}
+template <bool Whole>
+HWY_INLINE void transpose_block(const bf16*, const char* p, int64_t stride, int64_t k_count, float* out,
+                                int64_t ldo) {
+  // A word holds the bf16 of k in its lower and of k + 1 in its upper half: fp32 values but for a shift and a
+  // mask.
+  const hn::RebindToUnsigned<LanesTag> bits;
+  transpose_words(p, stride, [&](int64_t pair, const Lanes& x) HWY_ATTR {
+    const int64_t k = 2 * pair;
+    const Lanes even = map([&](int64_t i) HWY_ATTR {
+      return hn::BitCast(LanesTag(), hn::ShiftLeft<16>(hn::BitCast(bits, x.part[i])));
+    });
+    const Lanes odd = map([&](int64_t i) HWY_ATTR {
+      return hn::BitCast(LanesTag(), hn::And(hn::BitCast(bits, x.part[i]), hn::Set(bits, 0xffff0000u)));
+    });
+    if (Whole || k < k_count) store(even, out + k * ldo);
+    if (Whole || k + 1 < k_count) store(odd, out + (k + 1) * ldo);
+  });
+}
+
+// How far ahead of the loads a row of weights is fetched: sixteen interleaved streams are more than the
+// hardware prefetcher follows.
+constexpr int64_t kPackPrefetchBytes = 512;
+
+// out[k, n] (row stride ldo >= n rounded up to 16) = b[n, k]ᵀ (row stride ldb) as fp32; columns n.. of the
+// last sixteen are zero. Makes a weight [out x in] the right factor of block_gemm.
 template <class TB>
-HWY_INLINE void pack_transposed(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo) {
-  const int64_t padded = (n + kLanes - 1) / kLanes * kLanes;
-  for (int64_t i = 0; i < k; ++i) {
-    for (int64_t j = 0; j < n; ++j) out[i * ldo + j] = to_f32(b[j * ldb + i]);
-    for (int64_t j = n; j < padded; ++j) out[i * ldo + j] = 0.0f;
+HWY_NOINLINE void pack_transposed(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo) {
+  constexpr int64_t kSize = sizeof(TB), kDepth = 64 / kSize;
+  for (int64_t j = 0; j < n; j += kLanes) {
+    const int64_t rows = std::min(kLanes, n - j);
+    const TB* from = b + j * ldb;
+    int64_t i = 0;
+    if (rows == kLanes) {
+      for (; i + kDepth <= k; i += kDepth) {
+        const char* p = reinterpret_cast<const char*>(from + i);
+#pragma GCC unroll 16
+        for (int r = 0; r < kLanes; ++r) hwy::Prefetch(p + r * ldb * kSize + kPackPrefetchBytes);
+        transpose_block<true>(b, p, ldb * kSize, kDepth, out + i * ldo + j, ldo);
+      }
+    }
+    for (; i < k; i += kDepth) {  // the edges go through a whole block, zero where b has nothing
+      const int64_t count = std::min(kDepth, k - i);
+      alignas(64) char whole[kLanes * 64] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        std::memcpy(whole + r * 64, from + r * ldb + i, static_cast<size_t>(count * kSize));
+      }
+      transpose_block<false>(b, whole, 64, count, out + i * ldo + j, ldo);
+    }
   }
 }
 
