@@ -1,5 +1,6 @@
-// Moving token rows to the experts that were chosen for them, and back. R = T * k rows, sorted by expert and, within
-// an expert, by (token, slot). Everything is a gather in a fixed order: no atomics, no dependence on the batch.
+// Moving token rows to the experts that were chosen for them, and back. R = T * k rows, sorted by expert and,
+// within an expert, by (token, slot). Everything is a gather in a fixed order: no atomics, no dependence on
+// the batch.
 #pragma once
 
 #include "kernels/stream.h"
@@ -8,7 +9,7 @@
 namespace slipstream::kernels {
 
 struct MoePlan {
-  Tensor experts;    // in   [T, k] i32, each in 0..E-1
+  Tensor experts;    // in   [T, k] i32, each in 0..E-1, or launch dies
   Tensor row_begin;  // out  [E+1] i32, rows row_begin[e] .. row_begin[e+1] are expert e's
   Tensor slot_row;   // out  [T, k] i32, the row of (token, slot)
   Tensor row_token;  // out  [R] i32, the token of each row

@@ -1,5 +1,5 @@
-// Router of the mixture of experts: sigmoid scores, a bias that only steers the choice, optional group limiting.
-// DeepSeek-V3 2024, arXiv:2412.19437, section 2.1.2.
+// Router of the mixture of experts: sigmoid scores, a bias that only steers the choice, optional group
+// limiting. DeepSeek-V3 2024, arXiv:2412.19437, section 2.1.2.
 #pragma once
 
 #include "kernels/stream.h"
@@ -7,17 +7,18 @@
 
 namespace slipstream::kernels {
 
-// s = sigmoid(logits); choice = s + bias. With groups > 1 only the groups_kept groups of E/groups experts with the
-// largest (sum of the two best choices) stay eligible. The k eligible experts of largest choice are taken, in descending
-// choice; every tie goes to the lower id. weight = s of the expert, divided by (sum over the k, + 1e-20) when
-// normalize, times scale.
+// s = sigmoid(logits); choice = s + bias. With groups > 1 only the groups_kept groups of E/groups experts
+// with the largest (sum of the two best choices) stay eligible. The k eligible experts of largest choice are
+// taken, in descending choice; every tie goes to the lower id, and a NaN or -inf choice (as any below -1e30)
+// counts as -1e30, so that the k experts are always distinct. weight = s of the expert, divided by (sum over
+// the k, ascending slots, + 1e-20) when normalize, times scale.
 struct Router {
   Tensor logits;   // in   [T, E] f32
   Tensor bias;     // in   [E] f32 (e_score_correction_bias)
-  Tensor experts;  // out  [T, k] i32, expert of each slot; in when replayed
+  Tensor experts;  // out  [T, k] i32, expert of each slot; in when replayed: each in 0..E-1, or launch dies
   Tensor weights;  // out  [T, k] f32
-  int64_t groups = 1;
-  int64_t groups_kept = 1;
+  int64_t groups = 1;       // divides E; with more than one, a group has at least two experts
+  int64_t groups_kept = 1;  // k <= groups_kept * E / groups
   bool normalize = true;
   float scale = 1.0f;
   bool replayed = false;  // experts are given (routing replay): only the weights are computed
