@@ -1,8 +1,8 @@
-// The DSA lightning indexer: which earlier positions a query attends to. DeepSeek-V3.2 2025, arXiv:2512.02556;
-// model-spec section 4.
-//   I(t, s) = sum over j, ascending, of weights[t, j] * relu(q[t, j] · k[s] * key_scale)      (all in fp32)
-// The topk largest scores among s <= t are selected; equal scores go to the lower position. While t + 1 <= topk that is
-// every position.
+// The DSA lightning indexer: which earlier positions a query attends to. DeepSeek-V3.2 2025,
+// arXiv:2512.02556; model-spec section 4.
+//   I(t, s) = sum over j, ascending, of weights[t, j] * relu(q[t, j] · k[s] * key_scale)
+// in fp32: both sums are single chains of fused multiply-adds that start at zero, the product over ascending
+// channels.
 #pragma once
 
 #include "kernels/sequences.h"
@@ -11,9 +11,12 @@
 
 namespace slipstream::kernels {
 
-// With pool P > 1 (Flash) a key row stands for the P tokens pP .. pP+P-1 and is a candidate once its last token is <= t;
-// the topk / P best pools are expanded to their positions, and with `tail` the tokens of the incomplete last pool up to t
-// are appended.
+// A key row stands for `pool` = P tokens: row p for pP .. pP+P-1 (P = 1: the token itself). It is a candidate
+// of query t once its last token is <= t, so there are n = (t + 1) / P, rounded down, of them. The topk / P
+// largest scores are selected, all rows while n <= topk / P (nothing is scored then), and expanded to their
+// positions. The order is total: equal scores (0 equals -0) go to the lower row, NaN comes after every
+// number. With `tail` the positions nP .. t of the query's incomplete pool are appended; without it a query
+// sees none of them, and none at all while t + 1 < P.
 struct IndexerSelect {
   Tensor q;             // in   [T, Hi, Di] f32
   Tensor weights;       // in   [T, Hi] f32, already times Hi^-1/2
@@ -23,34 +26,39 @@ struct IndexerSelect {
   int64_t pool = 1;     // index_kpool
   bool tail = false;    // index_kpool_always_select_tail
   float key_scale;      // Di^-1/2
-  Tensor indices;       // out  [T, W] i32 with W = selection_width(): selected positions, ascending, then -1
+  Tensor indices;       // out  [T, W] i32 with W >= selection_width(): selected positions, ascending, then -1
   Tensor counts;        // out  [T] i32
 };
 
-// topk, plus pool - 1 with a tail; never more than `longest`, the number of tokens of the longest sequence (cached + new).
+// topk, plus pool - 1 with a tail; never more than `longest`, the number of tokens of the longest sequence
+// (cached + new).
 int64_t selection_width(int64_t topk, int64_t pool, bool tail, int64_t longest);
 
-// I(t, s) for given positions or pools: what the indexer's own loss (model-spec 9) differentiates.
+// I(t, s) for given positions or pools: what the indexer's own loss (model-spec 9) differentiates. The bits
+// are those that IndexerSelect ranks.
 struct IndexerScores {
   Tensor q;             // in   [T, Hi, Di] f32
   Tensor weights;       // in   [T, Hi] f32
-  PagedRows keys;
-  Sequences sequences;
+  PagedRows keys;       // in
+  Sequences sequences;  // T rows
+  int64_t pool = 1;     // tokens a key row
   float key_scale;
-  Tensor rows;          // in   [T, S] i32: key rows to score, -1 = none
-  Tensor scores;        // out  [T, S] f32; 0 where none
+  Tensor rows;    // in   [T, S] i32: rows of the query's sequence to score, in any order; -1 = none
+  Tensor scores;  // out  [T, S] f32; 0 where none
 };
+// The gradient of relu is 0 at 0.
 struct IndexerScoresBackward {
   Tensor q, weights;    // in
   PagedRows keys;       // in
-  Sequences sequences;  // every cached == 0
-  float key_scale;
-  Tensor rows;          // in   [T, S] i32
-  Tensor dscores;       // in   [T, S] f32
-  Tensor dq;            // out  [T, Hi, Di] f32
-  Tensor dweights;      // out  [T, Hi] f32
-  Tensor dkeys;         // out  [K, Di] f32: key rows of the sequences one after the other (tokens, or complete pools)
+  Sequences sequences;  // T rows; every cached == 0
   int64_t pool = 1;     // tokens a key row
+  float key_scale;
+  Tensor rows;      // in   [T, S] i32
+  Tensor dscores;   // in   [T, S] f32
+  Tensor dq;        // out  [T, Hi, Di] f32
+  Tensor dweights;  // out  [T, Hi] f32
+  Tensor
+      dkeys;  // out  [K, Di] f32: key rows of the sequences one after the other (tokens, or complete pools)
 };
 
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.
