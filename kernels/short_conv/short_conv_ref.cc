@@ -1,0 +1,120 @@
+#include <cmath>
+#include <vector>
+
+#include "kernels/short_conv/short_conv.h"
+#include "kernels/validate.h"
+
+namespace slipstream::kernels {
+namespace {
+
+bool whole_sequences(const Sequences& sequences) {
+  for (int64_t b = 0; b < sequences.count(); ++b) {
+    if (sequences.cached_tokens(b) != 0) return false;
+  }
+  return true;
+}
+
+// x[i, c] of sequence b, counted from its first new row; before that the tail, or zero. The tail is read as
+// it was before the call: reference() updates it afterwards.
+double input_at(const ShortConv& args, int64_t b, int64_t i, int64_t c) {
+  if (i >= 0) return args.x.row(args.sequences.begin(b) + i)[c];
+  if (args.sequences.cached_tokens(b) == 0) return 0.0;
+  const int64_t kept = args.tail.size(1), slot = args.slots.i32()[b];
+  return args.tail.row(slot)[(kept + i) * args.tail.stride(1) + c];
+}
+
+double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+
+}  // namespace
+
+absl::Status validate(const ShortConv& args) {
+  constexpr const char* kOp = "short_conv";
+  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const int64_t tokens = args.x.size(0), channels = args.x.size(1);
+  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {channels, -1}));
+  RETURN_IF_ERROR(expect_that(kOp, args.w.size(1) >= 1, "w: expected at least one tap"));
+  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, channels}));
+  RETURN_IF_ERROR(
+      expect_that(kOp, args.tail.empty() == args.slots.empty(), "tail and slots: expected both or neither"));
+  if (args.tail.empty()) {
+    return expect_that(kOp, whole_sequences(args.sequences),
+                       "tail: needed where a sequence has cached tokens");
+  }
+  RETURN_IF_ERROR(expect_tensor(kOp, "tail", args.tail, DType::kF32, {-1, args.w.size(1) - 1, channels}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "slots", args.slots, DType::kI32, {args.sequences.count()}));
+  for (int64_t b = 0; b < args.sequences.count(); ++b) {
+    const int32_t slot = args.slots.i32()[b];
+    RETURN_IF_ERROR(expect_that(kOp, slot >= 0 && slot < args.tail.size(0), "slots: slot out of range"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status validate(const ShortConvBackward& args) {
+  constexpr const char* kOp = "short_conv_backward";
+  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const int64_t tokens = args.x.size(0), channels = args.x.size(1);
+  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {channels, -1}));
+  RETURN_IF_ERROR(expect_that(kOp, args.w.size(1) >= 1, "w: expected at least one tap"));
+  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
+  RETURN_IF_ERROR(
+      expect_that(kOp, whole_sequences(args.sequences), "cached: expected whole sequences (all 0)"));
+  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, channels}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, channels}));
+  return expect_tensor(kOp, "dw", args.dw, DType::kF32, {channels, args.w.size(1)});
+}
+
+void reference(const ShortConv& args) {
+  CHECK_OK(validate(args));
+  const int64_t channels = args.x.size(1), taps = args.w.size(1);
+  for (int64_t b = 0; b < args.sequences.count(); ++b) {
+    const int64_t begin = args.sequences.begin(b), rows = args.sequences.end(b) - begin;
+    for (int64_t c = 0; c < channels; ++c) {
+      for (int64_t i = 0; i < rows; ++i) {
+        double z = 0.0;
+        for (int64_t j = 0; j < taps; ++j) z += args.w.row(c)[j] * input_at(args, b, i - (taps - 1) + j, c);
+        args.y.row(begin + i)[c] = static_cast<float>(z * sigmoid(z));
+      }
+      if (args.tail.empty()) continue;
+      std::vector<double> last(static_cast<size_t>(taps - 1));
+      for (int64_t j = 0; j < taps - 1; ++j) {
+        last[static_cast<size_t>(j)] = input_at(args, b, rows - (taps - 1) + j, c);
+      }
+      for (int64_t j = 0; j < taps - 1; ++j) {
+        args.tail.row(args.slots.i32()[b])[j * args.tail.stride(1) + c] =
+            static_cast<float>(last[static_cast<size_t>(j)]);
+      }
+    }
+  }
+}
+
+void reference(const ShortConvBackward& args) {
+  CHECK_OK(validate(args));
+  const int64_t channels = args.x.size(1), taps = args.w.size(1);
+  for (int64_t c = 0; c < channels; ++c) {
+    const float* w = args.w.row(c);
+    std::vector<double> dw(static_cast<size_t>(taps), 0.0);
+    for (int64_t b = 0; b < args.sequences.count(); ++b) {
+      const int64_t begin = args.sequences.begin(b), rows = args.sequences.end(b) - begin;
+      std::vector<double> dx(static_cast<size_t>(rows), 0.0);
+      for (int64_t i = 0; i < rows; ++i) {
+        const auto from = [&](int64_t j) { return i - (taps - 1) + j; };
+        double z = 0.0;
+        for (int64_t j = 0; j < taps; ++j)
+          z += from(j) < 0 ? 0.0 : double{w[j]} * args.x.row(begin + from(j))[c];
+        const double s = sigmoid(z);
+        const double dz = args.dy.row(begin + i)[c] * s * (1.0 + z * (1.0 - s));
+        for (int64_t j = 0; j < taps; ++j) {
+          if (from(j) < 0) continue;
+          dw[static_cast<size_t>(j)] += dz * args.x.row(begin + from(j))[c];
+          dx[static_cast<size_t>(from(j))] += dz * w[j];
+        }
+      }
+      for (int64_t i = 0; i < rows; ++i)
+        args.dx.row(begin + i)[c] = static_cast<float>(dx[static_cast<size_t>(i)]);
+    }
+    for (int64_t j = 0; j < taps; ++j) args.dw.row(c)[j] += static_cast<float>(dw[static_cast<size_t>(j)]);
+  }
+}
+
+}  // namespace slipstream::kernels
