@@ -1,0 +1,341 @@
+// golden_check DIR...: compares a model directory with the values `transformers` computed for it (golden.safetensors beside
+// model.safetensors and config.json; tests/golden/fixtures/README.md says what it holds). Prints one line a quantity with
+// its error and its limit; exits 1 when any limit is passed.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_replace.h"
+#include "common/status.h"
+#include "model/load.h"
+#include "model/model.h"
+#include "model/safetensors.h"
+
+namespace slipstream::model {
+namespace {
+
+using kernels::DType;
+
+constexpr double kLogitsMax = 2e-4;           // largest |difference|
+constexpr double kHiddenMax = 2e-4;           // ‖difference‖ / ‖reference‖
+constexpr double kGradientMax = 1e-3;         // ‖difference‖ / ‖reference‖
+constexpr double kDecodeLogprobMax = 1e-4;    // largest |difference|
+constexpr double kRouterWeightMax = 1e-4;     // largest |difference|
+constexpr double kLossMax = 1e-4;             // |difference|
+
+// Prints results and remembers failures.
+class Report {
+ public:
+  explicit Report(std::string name) : name_(std::move(name)) {}
+  void line(const std::string& quantity, double error, double limit) {
+    const bool ok = error <= limit;  // false for NaN
+    failures_ += ok ? 0 : 1;
+    std::printf("%s %s %s %.3e (limit %.0e)\n", ok ? "ok  " : "FAIL", name_.c_str(), quantity.c_str(), error, limit);
+  }
+  int failures() const { return failures_; }
+
+ private:
+  std::string name_;
+  int failures_ = 0;
+};
+
+class Golden {
+ public:
+  static absl::StatusOr<Golden> open(const std::string& path) {
+    ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(path));
+    return Golden(std::move(file));
+  }
+  const std::vector<StoredTensor>& tensors() const { return file_.tensors(); }
+  bool has(const std::string& name) const { return file_.find(name) != nullptr; }
+  std::vector<int64_t> shape(const std::string& name) const { return at(name).shape; }
+  template <class T>
+  std::vector<T> values(const std::string& name) const {
+    const StoredTensor& tensor = at(name);
+    std::vector<T> out(tensor.bytes.size() / sizeof(T));
+    std::memcpy(out.data(), tensor.bytes.data(), out.size() * sizeof(T));
+    return out;
+  }
+
+ private:
+  explicit Golden(SafetensorsFile file) : file_(std::move(file)) {}
+  const StoredTensor& at(const std::string& name) const {
+    const StoredTensor* tensor = file_.find(name);
+    if (tensor == nullptr) {
+      std::fprintf(stderr, "%s: %s: missing\n", file_.path().c_str(), name.c_str());
+      std::exit(2);
+    }
+    return *tensor;
+  }
+  SafetensorsFile file_;
+};
+
+std::vector<float> values_of(const Tensor& t) {
+  CHECK(t.dense());
+  return std::vector<float>(t.f32(), t.f32() + t.numel());
+}
+
+double max_difference(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return INFINITY;
+  double worst = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double difference = std::abs(double{a[i]} - b[i]);
+    if (!(difference <= worst)) worst = difference;  // keeps NaN
+  }
+  return worst;
+}
+
+double relative_difference(const std::vector<float>& a, const std::vector<float>& reference) {
+  if (a.size() != reference.size()) return INFINITY;
+  double difference = 0.0, norm = 0.0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference += (double{a[i]} - reference[i]) * (double{a[i]} - reference[i]);
+    norm += double{reference[i]} * reference[i];
+  }
+  if (difference == 0.0) return 0.0;
+  return std::sqrt(difference / norm);
+}
+
+// Everything one fixture needs: model, memory, expectations.
+struct Case {
+  LoadedWeights loaded;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<kernels::Stream> stream;
+  kernels::Arena arena;
+  Golden golden;
+};
+
+// In-memory names of the oracle for one of our parameters.
+std::string oracle_name(const std::string& name) {
+  std::string out = absl::StrReplaceAll(name, {{"hc_attn_", "attn_hc."}, {"hc_ffn_", "ffn_hc."}});
+  for (const char* gate : {"f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias"}) {
+    const std::string suffix = absl::StrCat("self_attn.", gate);
+    if (absl::EndsWith(out, suffix)) {
+      out = absl::StrCat(out.substr(0, out.size() - suffix.size()), "self_attn.forget_gate.", gate);
+    }
+  }
+  return out;
+}
+
+// Our gradients under the oracle's names; gate and up of the experts become one tensor [E, 2F, H].
+std::map<std::string, std::vector<float>> gradients_by_oracle_name(const WeightStore& gradients) {
+  std::map<std::string, std::vector<float>> out;
+  std::map<std::string, const Tensor*> gates;
+  for (const WeightStore::Entry& entry : gradients.entries()) {
+    if (entry.tensor.empty()) continue;
+    const std::string name = oracle_name(entry.parameter.name);
+    if (absl::EndsWith(name, "mlp.experts.gate_proj")) {
+      gates[name] = &entry.tensor;
+    } else if (absl::EndsWith(name, "mlp.experts.up_proj")) {
+      const std::string stem = name.substr(0, name.size() - std::strlen("up_proj"));
+      const Tensor& gate = *gates.at(stem + "gate_proj");
+      std::vector<float>& both = out["grad." + stem + "gate_up_proj"];
+      for (int64_t e = 0; e < gate.size(0); ++e) {
+        both.insert(both.end(), gate[e].f32(), gate[e].f32() + gate[e].numel());
+        both.insert(both.end(), entry.tensor[e].f32(), entry.tensor[e].f32() + gate[e].numel());
+      }
+    } else {
+      out["grad." + name] = values_of(entry.tensor);
+    }
+  }
+  return out;
+}
+
+void check_gradients(const WeightStore& gradients, const Golden& golden, Report& report) {
+  const auto ours = gradients_by_oracle_name(gradients);
+  double worst = 0.0;
+  std::string worst_name;
+  for (const StoredTensor& tensor : golden.tensors()) {
+    if (!absl::StartsWith(tensor.name, "grad.")) continue;
+    const auto it = ours.find(tensor.name);
+    const double error =
+        it == ours.end() ? INFINITY : relative_difference(it->second, golden.values<float>(tensor.name));
+    if (!(error <= kGradientMax)) report.line(tensor.name, error, kGradientMax);
+    if (!(error <= worst)) {
+      worst = error;
+      worst_name = tensor.name;
+    }
+  }
+  int unexpected = 0;
+  for (const auto& [name, values] : ours) {
+    if (golden.has(name)) continue;
+    // The oracle leaves out gradients it never computed; ours must then be zero.
+    unexpected += std::any_of(values.begin(), values.end(), [](float v) { return v != 0.0f; }) ? 1 : 0;
+  }
+  report.line("gradients, worst: " + worst_name, worst, kGradientMax);
+  report.line("gradients the reference does not have", unexpected, 0.0);
+}
+
+// Selected positions and chosen experts, as sets.
+void check_choices(const SavedForward& saved, const ModelConfig& config, int64_t length, const Golden& golden,
+                   Report& report) {
+  for (size_t l = 0; l < config.layers.size(); ++l) {
+    const std::string layer = absl::StrCat(config.prefix, "layers.", l, ".");
+    const std::string topk = absl::StrCat("topk.", layer, "self_attn.indexer");
+    if (golden.has(topk)) {
+      const Selection& selection = saved.choices[l].selection;
+      const std::vector<int32_t> expected = golden.values<int32_t>(topk);
+      const int64_t width = golden.shape(topk).back(), rows = static_cast<int64_t>(expected.size()) / width;
+      int different = selection.empty() ? static_cast<int>(rows) : 0;
+      for (int64_t r = 0; r < rows && !selection.empty(); ++r) {
+        std::set<int32_t> theirs, ours;
+        for (int64_t i = 0; i < width; ++i) {
+          const int32_t position = expected[static_cast<size_t>(r * width + i)];
+          if (position >= 0 && position <= r % length) theirs.insert(position);
+        }
+        const int32_t* row = selection.indices.i32() + r * selection.indices.size(1);
+        ours.insert(row, row + selection.counts.i32()[r]);
+        different += ours != theirs ? 1 : 0;
+      }
+      report.line(topk + " queries that differ", different, 0.0);
+    }
+    const std::string gate = absl::StrCat(layer, "mlp.gate");
+    if (!golden.has("router.experts." + gate)) continue;
+    const Moe::Saved& moe = saved.layers[l].moe;
+    const std::vector<int32_t> experts = golden.values<int32_t>("router.experts." + gate);
+    const std::vector<float> weights = golden.values<float>("router.weights." + gate);
+    const int64_t k = config.moe->per_token;
+    int different = 0;
+    double worst = 0.0;
+    for (int64_t t = 0; t < moe.experts.size(0); ++t) {
+      std::map<int32_t, float> ours, theirs;
+      for (int64_t i = t * k; i < (t + 1) * k; ++i) {
+        ours[moe.experts.i32()[i]] = moe.weights.f32()[i];
+        theirs[experts[static_cast<size_t>(i)]] = weights[static_cast<size_t>(i)];
+      }
+      bool same = ours.size() == theirs.size();
+      for (const auto& [expert, weight] : theirs) {
+        same = same && ours.count(expert) == 1;
+        if (same) worst = std::max(worst, std::abs(double{weight} - ours[expert]));
+      }
+      different += same ? 0 : 1;
+    }
+    report.line(absl::StrCat("router.experts.", gate, " tokens that differ"), different, 0.0);
+    report.line(absl::StrCat("router.weights.", gate), worst, kRouterWeightMax);
+  }
+}
+
+absl::Status check_training(Case& c, Report& report) {
+  const ModelConfig& config = c.model->config();
+  const std::vector<int64_t> shape = c.golden.shape("input_ids");
+  const int64_t sequences = shape[0], length = shape[1];
+  const Batch batch{.tokens = c.golden.values<int32_t>("input_ids"),
+                    .lengths = std::vector<int64_t>(static_cast<size_t>(sequences), length),
+                    .cached = {}};
+  const kernels::ArenaScope scope(c.arena);
+  ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(config, batch, nullptr, c.arena, *c.stream));
+  Step step{*c.stream, c.arena, prepared};
+  const ModelWeights& w = c.loaded.store.tensors();
+  SavedForward saved;
+  const Tensor hidden = c.model->forward(w, step, &saved);
+
+  for (size_t l = 0; l < config.layers.size(); ++l) {
+    const std::string name = absl::StrCat("hidden.", config.prefix, "layers.", l);
+    report.line(name, relative_difference(values_of(saved.states[l + 1]), c.golden.values<float>(name)), kHiddenMax);
+  }
+  check_choices(saved, config, length, c.golden, report);
+  report.line("logits", max_difference(values_of(c.model->logits(w, hidden, step)), c.golden.values<float>("logits")),
+              kLogitsMax);
+
+  // loss = -sum(w * logprob) / count(w != 0) over the tokens that have a predecessor.
+  const std::vector<float> loss_weights = c.golden.values<float>("loss_weights");
+  const double count = static_cast<double>(
+      std::count_if(loss_weights.begin(), loss_weights.end(), [](float weight) { return weight != 0.0f; }));
+  const Tensor targets = step.ints({sequences * length}), dlogprob = step.alloc({sequences * length});
+  for (int64_t b = 0; b < sequences; ++b) {
+    for (int64_t t = 0; t < length; ++t) {
+      const int64_t row = b * length + t;
+      const bool last = t == length - 1;
+      targets.i32()[row] = last ? -1 : batch.tokens[static_cast<size_t>(row + 1)];
+      dlogprob.f32()[row] =
+          last ? 0.0f : static_cast<float>(-loss_weights[static_cast<size_t>(b * (length - 1) + t)] / count);
+    }
+  }
+  const Model::LogProbs log_probs = c.model->log_probs(w, hidden, targets, 1.0f, /*entropy=*/false, step);
+  std::vector<float> token_logprobs;
+  double loss = 0.0;
+  for (int64_t row = 0; row < sequences * length; ++row) {
+    if (targets.i32()[row] < 0) continue;
+    token_logprobs.push_back(log_probs.logprob.f32()[row]);
+    loss += double{dlogprob.f32()[row]} * log_probs.logprob.f32()[row];
+  }
+  report.line("token_logprobs", max_difference(token_logprobs, c.golden.values<float>("token_logprobs")), kLogitsMax);
+  report.line("loss", std::abs(loss - c.golden.values<float>("loss")[0]), kLossMax);
+
+  ASSIGN_OR_RETURN(WeightStore gradients, WeightStore::create_gradients(config, c.loaded.store.with_mtp()));
+  const Tensor dhidden = c.model->log_probs_backward(w, hidden, targets, 1.0f, log_probs, dlogprob, {},
+                                                     gradients.tensors(), step);
+  c.model->backward(w, saved, dhidden, gradients.tensors(), step);
+  check_gradients(gradients, c.golden, report);
+  return absl::OkStatus();
+}
+
+absl::Status check_decode(Case& c, Report& report) {
+  const ModelConfig& config = c.model->config();
+  const ModelWeights& w = c.loaded.store.tensors();
+  std::vector<int32_t> tokens = c.golden.values<int32_t>("decode_prompt");
+  const std::vector<int32_t> expected_ids = c.golden.values<int32_t>("decode_ids");
+  ASSIGN_OR_RETURN(const std::unique_ptr<Cache> cache,
+                   Cache::create(config, {.tokens = 1024, .sequences = 1, .dtype = DType::kF32}));
+  ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
+  std::vector<float> logprobs;
+  int different = 0;
+  for (const int32_t expected : expected_ids) {
+    const kernels::ArenaScope scope(c.arena);
+    const Batch batch{.tokens = tokens, .lengths = {static_cast<int64_t>(tokens.size())}, .cached = {sequence}};
+    ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(config, batch, cache.get(), c.arena, *c.stream));
+    Step step{*c.stream, c.arena, prepared};
+    const Tensor hidden = c.model->forward(w, step, nullptr);
+    const Tensor last = hidden.slice(0, prepared.rows() - 1, prepared.rows());
+    const Tensor logits = c.model->logits(w, last, step);
+    const int32_t id = static_cast<int32_t>(std::max_element(logits.f32(), logits.f32() + config.vocab) - logits.f32());
+    const Tensor target = step.ints({1});
+    target.i32()[0] = id;
+    logprobs.push_back(c.model->log_probs(w, last, target, 1.0f, false, step).logprob.f32()[0]);
+    different += id != expected ? 1 : 0;
+    tokens = {id};
+  }
+  report.line("decode_ids that differ", different, 0.0);
+  report.line("decode_logprobs", max_difference(logprobs, c.golden.values<float>("decode_logprobs")), kDecodeLogprobMax);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int> check_directory(const std::string& dir) {
+  ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(2));
+  ASSIGN_OR_RETURN(LoadedWeights loaded, load_weights(dir, DType::kF32, *stream));
+  ASSIGN_OR_RETURN(std::unique_ptr<Model> model, Model::create(loaded.config));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(int64_t{1} << 36));
+  ASSIGN_OR_RETURN(Golden golden, Golden::open(dir + "/golden.safetensors"));
+  Case c{std::move(loaded), std::move(model), std::move(stream), std::move(arena), std::move(golden)};
+  Report report(dir.substr(dir.find_last_of('/') + 1));
+  RETURN_IF_ERROR(check_training(c, report));
+  RETURN_IF_ERROR(check_decode(c, report));
+  return report.failures();
+}
+
+}  // namespace
+}  // namespace slipstream::model
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: golden_check DIR...\n");
+    return 2;
+  }
+  int failures = 0;
+  for (int i = 1; i < argc; ++i) {
+    std::string dir = argv[i];
+    while (dir.size() > 1 && dir.back() == '/') dir.pop_back();
+    const absl::StatusOr<int> result = slipstream::model::check_directory(dir);
+    if (!result.ok()) {
+      std::fprintf(stderr, "golden_check: %s\n", std::string(result.status().message()).c_str());
+      return 2;
+    }
+    failures += *result;
+  }
+  return failures == 0 ? 0 : 1;
+}
