@@ -1,0 +1,62 @@
+// slipstream logprobs --model DIR --ids 5,9,17: log p(ids[i] | ids[<i]).
+#include <cstdio>
+#include <memory>
+
+#include "cli/commands.h"
+#include "cli/session.h"
+#include "nlohmann/json.hpp"
+
+namespace slipstream::cli {
+namespace {
+
+struct Flags {
+  SessionFlags session;
+  std::string ids;
+  bool json = false;
+};
+
+absl::Status logprobs(const Flags& flags) {
+  ASSIGN_OR_RETURN(const std::vector<int32_t> ids, parse_ids("--ids", flags.ids));
+  ASSIGN_OR_RETURN(Session session, Session::open(flags.session));
+  const model::Batch batch{.tokens = ids, .lengths = {static_cast<int64_t>(ids.size())}, .cached = {}};
+  ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
+                   model::prepare_batch(session.model->config(), batch, nullptr, session.arena, *session.stream));
+  model::Step step{*session.stream, session.arena, prepared};
+  const model::ModelWeights& weights = session.loaded.store.tensors();
+  const kernels::Tensor hidden = session.model->forward(weights, step, nullptr);
+  const kernels::Tensor targets = step.ints({prepared.rows()});
+  for (size_t i = 0; i < ids.size(); ++i) targets.i32()[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
+  const kernels::Tensor values =
+      session.model->log_probs(weights, hidden, targets, /*temperature=*/1.0f, /*entropy=*/false, step).logprob;
+
+  nlohmann::ordered_json out;
+  out["ids"] = ids;
+  out["logprobs"] = nlohmann::ordered_json::array({nullptr});
+  for (size_t i = 0; i + 1 < ids.size(); ++i) out["logprobs"].push_back(values.f32()[i]);
+  if (flags.json) {
+    std::printf("%s\n", out.dump().c_str());
+  } else {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (i == 0) {
+        std::printf("%8d  -\n", ids[i]);
+      } else {
+        std::printf("%8d  %.6f\n", ids[i], static_cast<double>(values.f32()[i - 1]));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Run add_logprobs(CLI::App& app) {
+  auto flags = std::make_shared<Flags>();
+  app.add_option("--model", flags->session.model, "Model directory")->required();
+  app.add_option("--ids", flags->ids, "Token ids, such as 5,9,17")->required();
+  app.add_option("--dtype", flags->session.dtype, "fp32 or bf16");
+  app.add_option("--threads", flags->session.threads, "CPU threads");
+  app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [null, ...]}");
+  return [flags] { return logprobs(*flags); };
+}
+
+}  // namespace slipstream::cli

@@ -1,0 +1,42 @@
+// slipstream: one binary, one subcommand a task.
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+
+int main(int argc, char** argv) {
+  using slipstream::cli::Run;
+  CLI::App app("Slipstream: asynchronous reinforcement learning of agents for sparse and hybrid language models.");
+  app.require_subcommand(1);
+  struct Command {
+    const char* name;
+    const char* help;
+    Run (*add)(CLI::App&);
+  };
+  const Command commands[] = {
+      {"inspect", "What a model is and costs, from its config.json", &slipstream::cli::add_inspect},
+      {"init", "Write a checkpoint with random weights", &slipstream::cli::add_init},
+      {"logprobs", "Log-probabilities of a token sequence", &slipstream::cli::add_logprobs},
+      {"generate", "Continue a token sequence", &slipstream::cli::add_generate},
+  };
+  std::vector<std::pair<CLI::App*, Run>> runs;
+  for (const Command& command : commands) {
+    CLI::App* sub = app.add_subcommand(command.name, command.help);
+    runs.emplace_back(sub, command.add(*sub));
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    const int code = app.exit(error);
+    return code == 0 ? 0 : 2;  // 0: help was asked for
+  }
+  for (const auto& [sub, run] : runs) {
+    if (!sub->parsed()) continue;
+    const absl::Status status = run();
+    if (status.ok()) return 0;
+    std::fprintf(stderr, "slipstream %s: %s\n", sub->get_name().c_str(), std::string(status.message()).c_str());
+    return 1;
+  }
+  return 2;
+}

@@ -1,0 +1,30 @@
+// What logprobs and generate share: a loaded model with the memory and threads to run it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "common/status.h"
+#include "kernels/arena.h"
+#include "kernels/stream.h"
+#include "model/load.h"
+#include "model/model.h"
+
+namespace slipstream::cli {
+
+struct SessionFlags {
+  std::string model;
+  std::string dtype = "fp32";
+  int threads = 2;
+};
+
+struct Session {
+  std::unique_ptr<kernels::Stream> stream;
+  model::LoadedWeights loaded;
+  std::unique_ptr<model::Model> model;
+  kernels::Arena arena;
+
+  static absl::StatusOr<Session> open(const SessionFlags& flags);
+};
+
+}  // namespace slipstream::cli
