@@ -16,8 +16,11 @@ struct GatedNorm {
   float eps;
 };
 
+constexpr int64_t kGatedNormDimMax = 8192;
+
+// dw is summed within ranges of rows that depend on R and d alone, then over the ranges in ascending order.
 struct GatedNormBackward {
-  Tensor x, gate;  // in   [R, d] f32
+  Tensor x, gate;  // in   [R, d] f32; d <= kGatedNormDimMax
   Tensor w;        // in   [d] f32
   Tensor inv_rms;  // in   [R] f32
   Tensor dy;       // in   [R, d] f32

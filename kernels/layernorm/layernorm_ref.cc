@@ -1,0 +1,79 @@
+#include <cmath>
+
+#include "kernels/layernorm/layernorm.h"
+#include "kernels/validate.h"
+
+namespace slipstream::kernels {
+
+absl::Status validate(const LayerNorm& args) {
+  constexpr const char* kOp = "layernorm";
+  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
+  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "b", args.b, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, hidden}));
+  if (!args.mean.empty() || !args.inv_std.empty()) {
+    RETURN_IF_ERROR(expect_tensor(kOp, "mean", args.mean, DType::kF32, {tokens}));
+    RETURN_IF_ERROR(expect_tensor(kOp, "inv_std", args.inv_std, DType::kF32, {tokens}));
+  }
+  return expect_that(kOp, args.eps > 0.0f, "eps must be > 0");
+}
+
+absl::Status validate(const LayerNormBackward& args) {
+  constexpr const char* kOp = "layernorm_backward";
+  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
+  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "mean", args.mean, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "inv_std", args.inv_std, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_tensor(kOp, "dw", args.dw, DType::kF32, {hidden}));
+  return expect_tensor(kOp, "db", args.db, DType::kF32, {hidden});
+}
+
+void reference(const LayerNorm& args) {
+  CHECK_OK(validate(args));
+  const int64_t hidden = args.x.size(1);
+  for (int64_t t = 0; t < args.x.size(0); ++t) {
+    const float* x = args.x.row(t);
+    double mean = 0.0, variance = 0.0;
+    for (int64_t i = 0; i < hidden; ++i) mean += x[i] / static_cast<double>(hidden);
+    for (int64_t i = 0; i < hidden; ++i)
+      variance += (x[i] - mean) * (x[i] - mean) / static_cast<double>(hidden);
+    const double inv_std = 1.0 / std::sqrt(variance + args.eps);
+    for (int64_t i = 0; i < hidden; ++i) {
+      args.y.row(t)[i] = static_cast<float>(args.w.f32()[i] * (x[i] - mean) * inv_std + args.b.f32()[i]);
+    }
+    if (!args.mean.empty()) {
+      args.mean.f32()[t] = static_cast<float>(mean);
+      args.inv_std.f32()[t] = static_cast<float>(inv_std);
+    }
+  }
+}
+
+void reference(const LayerNormBackward& args) {
+  CHECK_OK(validate(args));
+  const int64_t hidden = args.x.size(1);
+  for (int64_t t = 0; t < args.x.size(0); ++t) {
+    const float* x = args.x.row(t);
+    const float* dy = args.dy.row(t);
+    const double mean = args.mean.f32()[t], inv_std = args.inv_std.f32()[t];
+    double slope_mean = 0.0, dot_mean = 0.0;
+    for (int64_t i = 0; i < hidden; ++i) {
+      const double slope = double{args.w.f32()[i]} * dy[i];
+      slope_mean += slope / static_cast<double>(hidden);
+      dot_mean += slope * (x[i] - mean) * inv_std / static_cast<double>(hidden);
+    }
+    for (int64_t i = 0; i < hidden; ++i) {
+      const double grad = dy[i];  // read before dx, which may be dy, is written
+      const double normed = (x[i] - mean) * inv_std;
+      args.dx.row(t)[i] =
+          static_cast<float>(inv_std * (args.w.f32()[i] * grad - slope_mean - normed * dot_mean));
+      args.dw.f32()[i] += static_cast<float>(grad * normed);
+      args.db.f32()[i] += static_cast<float>(grad);
+    }
+  }
+}
+
+}  // namespace slipstream::kernels

@@ -1,0 +1,122 @@
+#include "kernels/layernorm/layernorm.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/layernorm/layernorm_simd.cc"
+#include <cmath>
+
+#include "hwy/foreach_target.h"
+#include "kernels/simd/lanes-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace slipstream::kernels {
+namespace HWY_NAMESPACE {
+
+void layernorm_rows(const LayerNorm& args, int64_t begin, int64_t end) {
+  const int64_t hidden = args.x.size(1);
+  const float* w = args.w.f32();
+  const float* b = args.b.f32();
+  for (int64_t t = begin; t < end; ++t) {
+    const float* x = args.x.row(t);
+    float* y = args.y.row(t);
+    Lanes sum = zero_lanes();
+    for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR { sum = add(sum, chunk.load(x + i)); });
+    const float mean = sum_lanes(sum) / static_cast<float>(hidden);
+    // The squares of differences, not the difference of squares: a large mean would cancel the variance away.
+    const Lanes center = broadcast(mean);
+    Lanes squares = zero_lanes();
+    for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR {
+      const Lanes d = sub(chunk.load(x + i, mean), center);
+      squares = fma(d, d, squares);
+    });
+    const float inv_std = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(hidden) + args.eps);
+    const Lanes scale = broadcast(inv_std);
+    for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR {
+      const Lanes normed = mul(sub(chunk.load(x + i), center), scale);
+      chunk.store(fma(chunk.load(w + i), normed, chunk.load(b + i)), y + i);
+    });
+    if (!args.mean.empty()) {
+      args.mean.f32()[t] = mean;
+      args.inv_std.f32()[t] = inv_std;
+    }
+  }
+}
+
+void layernorm_backward_rows(const LayerNormBackward& args, int64_t begin, int64_t end) {
+  const int64_t hidden = args.x.size(1);
+  const float* w = args.w.f32();
+  for (int64_t t = begin; t < end; ++t) {
+    const float* x = args.x.row(t);
+    const float* dy = args.dy.row(t);
+    float* dx = args.dx.row(t);
+    const Lanes center = broadcast(args.mean.f32()[t]), scale = broadcast(args.inv_std.f32()[t]);
+    Lanes slope_sum = zero_lanes(), dot = zero_lanes();
+    for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR {
+      const Lanes slope = mul(chunk.load(w + i), chunk.load(dy + i));  // 0 beyond the row's end
+      slope_sum = add(slope_sum, slope);
+      dot = fma(slope, mul(sub(chunk.load(x + i), center), scale), dot);
+    });
+    const Lanes slope_mean = broadcast(sum_lanes(slope_sum) / static_cast<float>(hidden));
+    const Lanes dot_mean = broadcast(sum_lanes(dot) / static_cast<float>(hidden));
+    for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR {
+      const Lanes slope = mul(chunk.load(w + i), chunk.load(dy + i));
+      const Lanes normed = mul(sub(chunk.load(x + i), center), scale);
+      chunk.store(mul(scale, fnma(normed, dot_mean, sub(slope, slope_mean))), dx + i);
+    });
+  }
+}
+
+// dw and db for columns [begin, end): each thread owns columns and walks the tokens in order.
+void layernorm_weight_grad(const LayerNormBackward& args, int64_t begin, int64_t end) {
+  float* dw = args.dw.f32() + begin;
+  float* db = args.db.f32() + begin;
+  for (int64_t t = 0; t < args.x.size(0); ++t) {
+    const float* x = args.x.row(t) + begin;
+    const float* dy = args.dy.row(t) + begin;
+    const Lanes center = broadcast(args.mean.f32()[t]), scale = broadcast(args.inv_std.f32()[t]);
+    for_lanes(end - begin, [&](int64_t i, auto chunk) HWY_ATTR {
+      const Lanes grad = chunk.load(dy + i);
+      const Lanes normed = mul(sub(chunk.load(x + i), center), scale);
+      chunk.store(fma(grad, normed, chunk.load(dw + i)), dw + i);
+      chunk.store(add(grad, chunk.load(db + i)), db + i);
+    });
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace slipstream::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace slipstream::kernels {
+
+HWY_EXPORT(layernorm_rows);
+HWY_EXPORT(layernorm_backward_rows);
+HWY_EXPORT(layernorm_weight_grad);
+
+namespace {
+constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
+constexpr int64_t kGradColumns = 64;     // the indexer's keys are 128 wide: two threads find work
+}  // namespace
+
+void launch(const LayerNorm& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
+    HWY_DYNAMIC_DISPATCH(layernorm_rows)(args, begin, end);
+  });
+}
+
+void launch(const LayerNormBackward& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  // dw and db first: dx may overwrite dy.
+  stream.parallel_for(args.x.size(1), kGradColumns, [&](int64_t begin, int64_t end, Worker&) {
+    HWY_DYNAMIC_DISPATCH(layernorm_weight_grad)(args, begin, end);
+  });
+  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
+    HWY_DYNAMIC_DISPATCH(layernorm_backward_rows)(args, begin, end);
+  });
+}
+
+}  // namespace slipstream::kernels
+#endif  // HWY_ONCE
