@@ -87,22 +87,29 @@ HWY_INLINE void dot_tile(int64_t steps, const float* const* keys, const float* H
   for (int64_t first = 0; first < kDotRows; first += kRows) {
     Lanes acc[kRows][Vectors];
     const float* key[kRows];
+    #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       key[r] = keys[first + r];
+      #pragma GCC unroll 16
       for (int v = 0; v < Vectors; ++v) acc[r][v] = zero_lanes();
     }
     for (int64_t i = 0; i < steps; ++i) {
       Lanes right[Vectors];
       for (int v = 0; v < Vectors; ++v) right[v] = load(q + (i * Vectors + v) * kLanes);
+      #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const Lanes left = load_repeated(key[r] + i * kChains);
+        #pragma GCC unroll 16
         for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(left, right[v], acc[r][v]);
       }
     }
+    #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
+      #pragma GCC unroll 16
       for (int v = 0; v < Vectors; ++v) sums[first + r][v] = acc[r][v];
     }
   }
+  #pragma GCC unroll 16
   for (int v = 0; v < Vectors; ++v) {
     for (int64_t r = 0; r < kDotRows; r += kChains) {
       float folded[kLanes];
@@ -143,7 +150,9 @@ template <int Rows, int Vectors, bool Tail>
 HWY_INLINE void row_sum_tile(int64_t k_count, LeftFactor a, const float* const* b, float* const* c,
                              int64_t at, int64_t tail, bool accumulate) {
   Lanes acc[Rows][Vectors];
+  #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
       const float* from = c[r] + at + v * kLanes;
       acc[r][v] = !accumulate ? zero_lanes() : Tail && v == Vectors - 1 ? load_first(from, tail) : load(from);
@@ -151,16 +160,21 @@ HWY_INLINE void row_sum_tile(int64_t k_count, LeftFactor a, const float* const* 
   }
   for (int64_t k = 0; k < k_count; ++k) {
     Lanes right[Vectors];
+    #pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
       const float* from = b[k] + at + v * kLanes;
       right[v] = Tail && v == Vectors - 1 ? load_first(from, tail) : load(from);
     }
+    #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const Lanes left = broadcast(a.data[r * a.row + k * a.col]);
+      #pragma GCC unroll 16
       for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(left, right[v], acc[r][v]);
     }
   }
+  #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
+    #pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
       float* to = c[r] + at + v * kLanes;
       if (Tail && v == Vectors - 1) {
