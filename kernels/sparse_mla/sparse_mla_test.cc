@@ -1,0 +1,429 @@
+// Goal: launch() equals reference() for ragged, paged, selected, empty and oddly shaped batches; a token's
+// bits do not depend on how its sequence was cut into calls, on its neighbours, on the pages, on the threads,
+// or on whether its prefix is given by absent or explicit indices; the backward is the derivative and repeats
+// its bits on any number of threads; bad arguments are refused by name.
+#include "kernels/sparse_mla/sparse_mla.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "kernels/testing/op_test.h"
+
+namespace slipstream::kernels {
+namespace {
+
+using testing::expect_same_bits;
+using testing::single_thread_stream;
+using testing::TensorPool;
+using testing::test_stream;
+
+struct Shape {
+  int64_t heads, rank, rope;
+  int64_t width() const { return rank + rope; }
+};
+
+// Whole sequences of these lengths, in order, with all their keys; row_of(b) is where sequence b begins.
+struct World {
+  World(TensorPool& pool, Shape sizes, std::vector<int64_t> sequence_lengths, int64_t topk, DType dtype)
+      : shape(sizes), lengths(std::move(sequence_lengths)) {
+    tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
+    q = pool.random(DType::kF32, {tokens, shape.heads, shape.width()}, -2.0f, 2.0f);
+    rows = pool.random(dtype, {tokens, shape.width()}, -2.0f, 2.0f);
+    if (topk == 0) return;
+    // Each query keeps a position with the chance topk / (t + 1), so early ones see everything and some see
+    // nothing.
+    indices = pool.zeros(DType::kI32, {tokens, topk});
+    counts = pool.zeros(DType::kI32, {tokens});
+    for (size_t b = 0; b < lengths.size(); ++b) {
+      for (int64_t t = 0; t < lengths[b]; ++t) {
+        const int64_t row = row_of(static_cast<int64_t>(b)) + t;
+        int32_t& count = counts.i32()[row];
+        if (t % 11 == 10) continue;
+        for (int64_t s = 0; s <= t && count < topk; ++s) {
+          if (pool.uniform() * static_cast<float>(t + 1) <= static_cast<float>(topk)) {
+            indices.i32()[row * topk + count++] = static_cast<int32_t>(s);
+          }
+        }
+      }
+    }
+  }
+
+  int64_t row_of(int64_t b) const {
+    return std::accumulate(lengths.begin(), lengths.begin() + b, int64_t{0});
+  }
+
+  Shape shape;
+  std::vector<int64_t> lengths;
+  int64_t tokens = 0;
+  Tensor q, rows, indices, counts;
+};
+
+// New tokens [begin, end) of one sequence; what came before is cached.
+struct Piece {
+  int64_t sequence, begin, end;
+};
+
+// One call on these pieces. Pages are dealt out in an order given by `seed`; rows that no call may read are
+// NaN.
+SparseMla make_call(TensorPool& pool, const World& world, const std::vector<Piece>& pieces, uint64_t seed) {
+  std::vector<int32_t> row_begin{0}, cached;
+  int64_t pages = 0, pages_max = 0;
+  for (const Piece& piece : pieces) {
+    row_begin.push_back(row_begin.back() + static_cast<int32_t>(piece.end - piece.begin));
+    cached.push_back(static_cast<int32_t>(piece.begin));
+    pages += (piece.end + kPageRows - 1) / kPageRows;
+    pages_max = std::max(pages_max, (piece.end + kPageRows - 1) / kPageRows);
+  }
+  const int64_t count = static_cast<int64_t>(pieces.size()), tokens = row_begin.back();
+  const int64_t heads = world.shape.heads, width = world.shape.width();
+  std::vector<int32_t> order(static_cast<size_t>(pages + 2));
+  std::iota(order.begin(), order.end(), 0);
+  TensorPool dice(seed);
+  for (size_t i = order.size(); i > 1; --i) {
+    std::swap(order[i - 1], order[static_cast<size_t>(dice.uniform() * static_cast<float>(i))]);
+  }
+  SparseMla call;
+  call.sequences = {.row_begin = pool.ints({count + 1}, row_begin), .cached = pool.ints({count}, cached)};
+  call.q = pool.output(DType::kF32, {tokens, heads, width + 5}).slice(2, 2, 2 + width);
+  call.keys = {.pool = pool.output(world.rows.dtype(), {pages + 2, kPageRows, width}),
+               .page_table = pool.ints({count, pages_max},
+                                       std::vector<int32_t>(static_cast<size_t>(count * pages_max), -1))};
+  if (!world.indices.empty()) {
+    call.indices = pool.output(DType::kI32, {tokens, world.indices.size(1)});
+    call.counts = pool.output(DType::kI32, {tokens});
+  }
+  size_t next_page = 0;
+  const int64_t bytes = width * size_of(world.rows.dtype());
+  for (int64_t b = 0; b < count; ++b) {
+    const Piece& piece = pieces[static_cast<size_t>(b)];
+    const int64_t from = world.row_of(piece.sequence);
+    for (int64_t p = 0; p < piece.end; ++p) {
+      int32_t& page = call.keys.page_table.i32()[b * pages_max + p / kPageRows];
+      if (p % kPageRows == 0) page = order[next_page++];
+      std::copy_n(
+          static_cast<const char*>(world.rows.raw()) + (from + p) * bytes, bytes,
+          static_cast<char*>(call.keys.pool.raw()) + call.keys.offset(b, p) * size_of(world.rows.dtype()));
+    }
+    for (int64_t p = piece.begin; p < piece.end; ++p) {
+      const int64_t row = call.sequences.begin(b) + p - piece.begin;
+      for (int64_t head = 0; head < heads; ++head) {
+        std::copy_n(world.q.row(from + p) + head * width, width, call.q.row(row) + head * call.q.stride(1));
+      }
+      if (world.indices.empty()) continue;
+      std::copy_n(world.indices.i32() + (from + p) * world.indices.size(1), world.indices.size(1),
+                  call.indices.i32() + row * world.indices.size(1));
+      call.counts.i32()[row] = world.counts.i32()[from + p];
+    }
+  }
+  call.scale = 1.0f / std::sqrt(static_cast<float>(width));
+  call.o = pool.output(DType::kF32, {tokens, heads, world.shape.rank});
+  call.lse = pool.output(DType::kF32, {tokens, heads});
+  return call;
+}
+
+std::vector<Piece> whole(const World& world) {
+  std::vector<Piece> pieces;
+  for (size_t b = 0; b < world.lengths.size(); ++b)
+    pieces.push_back({static_cast<int64_t>(b), 0, world.lengths[b]});
+  return pieces;
+}
+
+// lse of an empty selection is -infinity on both sides, which expect_near cannot compare.
+void expect_near_lse(const Tensor& actual, const Tensor& expected, float tolerance) {
+  for (int64_t i = 0; i < expected.numel(); ++i) {
+    const float a = actual.f32()[i], b = expected.f32()[i];
+    if (!(a == b || std::abs(a - b) <= tolerance * (1.0f + std::abs(b)))) {
+      FAIL() << "lse " << i << ": " << a << ", expected " << b;
+    }
+  }
+}
+
+// The outputs of a piece have the bits of the same tokens in a call on whole sequences.
+void expect_same_tokens(const SparseMla& call, const World& world, const std::vector<Piece>& pieces,
+                        const SparseMla& all) {
+  for (size_t b = 0; b < pieces.size(); ++b) {
+    const int64_t from = world.row_of(pieces[b].sequence),
+                  row = call.sequences.begin(static_cast<int64_t>(b));
+    const int64_t count = pieces[b].end - pieces[b].begin;
+    const int64_t first = from + pieces[b].begin;
+    expect_same_bits(call.o.slice(0, row, row + count), all.o.slice(0, first, first + count));
+    expect_same_bits(call.lse.slice(0, row, row + count), all.lse.slice(0, first, first + count));
+  }
+}
+
+// Several pages where the plain loops of the reference can afford it.
+int64_t longest_of(Shape shape) { return shape.heads > 50 ? 30 : 150; }
+
+class SparseMlaShapes : public ::testing::TestWithParam<std::tuple<Shape, int64_t, DType>> {};
+
+TEST_P(SparseMlaShapes, EqualsReference) {
+  const auto [shape, topk, dtype] = GetParam();
+  TensorPool pool(1);
+  const int64_t longest = longest_of(shape);
+  const World world(pool, shape, {3, longest, 1, 90}, topk, dtype);
+  const std::vector<Piece> pieces{{0, 0, 3}, {1, longest - 25, longest}, {2, 1, 1}, {3, 89, 90}};
+  const SparseMla call = make_call(pool, world, pieces, 2);
+  SparseMla expected = call;
+  expected.o = pool.output(DType::kF32, {call.o.size(0), shape.heads, shape.rank});
+  expected.lse = pool.output(DType::kF32, {call.o.size(0), shape.heads});
+  launch(call, test_stream());
+  reference(expected);
+  testing::expect_near(call.o, expected.o, testing::tolerance(dtype));
+  expect_near_lse(call.lse, expected.lse, testing::tolerance(dtype));
+  pool.expect_fences_intact();
+}
+
+TEST_P(SparseMlaShapes, BackwardEqualsReference) {
+  const auto [shape, topk, dtype] = GetParam();
+  TensorPool pool(2);
+  const World world(pool, shape, {3, longest_of(shape), 0, 65}, topk, dtype);
+  const SparseMla call = make_call(pool, world, whole(world), 3);
+  reference(call);
+  const auto outputs = [&](SparseMlaBackward args) {
+    args.dq = pool.output(DType::kF32, {world.tokens, shape.heads, shape.width()});
+    args.dkeys = pool.output(DType::kF32, {world.tokens, shape.width() + 3}).slice(1, 1, 1 + shape.width());
+    return args;
+  };
+  const SparseMlaBackward args =
+      outputs({.q = call.q,
+               .keys = call.keys,
+               .sequences = call.sequences,
+               .indices = call.indices,
+               .counts = call.counts,
+               .scale = call.scale,
+               .o = call.o,
+               .lse = call.lse,
+               .d_o = pool.random(DType::kF32, {world.tokens, shape.heads, shape.rank}),
+               .dq = {},
+               .dkeys = {}});
+  const SparseMlaBackward expected = outputs(args), one_thread = outputs(args);
+  launch(args, test_stream());
+  reference(expected);
+  testing::expect_near(args.dq, expected.dq, 4e-6f);
+  testing::expect_near(args.dkeys, expected.dkeys, 4e-6f);
+  launch(one_thread, single_thread_stream());
+  expect_same_bits(args.dq, one_thread.dq);
+  expect_same_bits(args.dkeys, one_thread.dkeys);
+  pool.expect_fences_intact();
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SparseMlaShapes,
+                         ::testing::Combine(::testing::Values(Shape{1, 1, 0}, Shape{3, 24, 8},
+                                                              Shape{8, 64, 0}, Shape{5, 33, 6},
+                                                              Shape{13, 48, 16}, Shape{100, 20, 5}),
+                                            ::testing::Values(0, 24),
+                                            ::testing::Values(DType::kF32, DType::kBf16)));
+
+// Chunked prefill, decode and other batches: any cut gives the bits of whole sequences on one thread.
+TEST(SparseMlaTest, CutsDoNotChangeBits) {
+  for (const int64_t topk : {0, 24}) {
+    for (const DType dtype : {DType::kF32, DType::kBf16}) {
+      TensorPool pool(3);
+      const World world(pool, {3, 24, 8}, {131, 70, 2}, topk, dtype);
+      const SparseMla all = make_call(pool, world, whole(world), 1);
+      launch(all, single_thread_stream());
+      const SparseMla two_threads = make_call(pool, world, whole(world), 2);
+      launch(two_threads, test_stream());
+      expect_same_tokens(two_threads, world, whole(world), all);
+      const std::vector<std::vector<Piece>> calls{{{0, 0, 64}},
+                                                  {{0, 64, 100}, {1, 0, 1}},
+                                                  {{1, 1, 70}, {0, 100, 131}, {2, 0, 2}},
+                                                  {{2, 2, 2}, {1, 69, 70}}};
+      for (const std::vector<Piece>& pieces : calls) {
+        const SparseMla call = make_call(pool, world, pieces, 3);
+        launch(call, test_stream());
+        expect_same_tokens(call, world, pieces, all);
+      }
+      for (int64_t t = 0; t < 131; ++t) {
+        const std::vector<Piece> pieces{{0, t, t + 1},
+                                        {1, std::min<int64_t>(t, 69), std::min<int64_t>(t, 69) + 1}};
+        const SparseMla call = make_call(pool, world, pieces, static_cast<uint64_t>(t));
+        launch(call, test_stream());
+        expect_same_tokens(call, world, pieces, all);
+      }
+    }
+  }
+}
+
+// A long decode step is large enough to be split over threads by keys, rows and columns.
+TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
+  TensorPool pool(4);
+  const World world(pool, {8, 64, 16}, {2500}, 0, DType::kF32);
+  const std::vector<Piece> tail{{0, 2480, 2500}}, last{{0, 2499, 2500}};
+  const SparseMla prefill = make_call(pool, world, tail, 1);
+  launch(prefill, single_thread_stream());
+  for (Stream* stream : {&test_stream(), &single_thread_stream()}) {
+    const SparseMla decode = make_call(pool, world, last, 2);
+    launch(decode, *stream);
+    expect_same_bits(decode.o, prefill.o.slice(0, 19, 20));
+    expect_same_bits(decode.lse, prefill.lse.slice(0, 19, 20));
+  }
+}
+
+TEST(SparseMlaTest, ExplicitPrefixHasTheBitsOfAbsentIndices) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    TensorPool pool(5);
+    World world(pool, {3, 24, 8}, {150, 9}, 0, dtype);
+    const SparseMla absent = make_call(pool, world, whole(world), 1);
+    launch(absent, test_stream());
+    world.indices = pool.zeros(DType::kI32, {world.tokens, 150});
+    world.counts = pool.zeros(DType::kI32, {world.tokens});
+    for (int64_t row = 0; row < world.tokens; ++row) {
+      std::iota(world.indices.i32() + row * 150, world.indices.i32() + row * 150 + 150, 0);
+      world.counts.i32()[row] = static_cast<int32_t>(row < 150 ? row + 1 : row - 149);
+    }
+    const SparseMla present = make_call(pool, world, whole(world), 2);
+    launch(present, test_stream());
+    expect_same_bits(present.o, absent.o);
+    expect_same_bits(present.lse, absent.lse);
+    // The query's own position left out: now a selection of the positions before it, the bits of the token
+    // before with this query.
+    for (int64_t row = 1; row < 150; ++row) --world.counts.i32()[row];
+    const SparseMla selected = make_call(pool, world, whole(world), 2);
+    launch(selected, test_stream());
+    SparseMla shifted = make_call(pool, world, {{0, 0, 149}}, 3);
+    shifted.indices = shifted.counts = {};
+    for (int64_t row = 0; row < 149; ++row) {
+      for (int64_t head = 0; head < 3; ++head) {
+        std::copy_n(world.q.row(row + 1) + head * 32, 32, shifted.q.row(row) + head * shifted.q.stride(1));
+      }
+    }
+    launch(shifted, test_stream());
+    expect_same_bits(selected.o.slice(0, 1, 150), shifted.o);
+    expect_same_bits(selected.lse.slice(0, 1, 150), shifted.lse);
+  }
+}
+
+TEST(SparseMlaTest, NanStaysWithTheQueriesThatSeeIt) {
+  TensorPool pool(6);
+  const World world(pool, {3, 24, 8}, {40, 30}, 0, DType::kF32);
+  const SparseMla clean = make_call(pool, world, whole(world), 1),
+                  dirty = make_call(pool, world, whole(world), 1);
+  launch(clean, test_stream());
+  dirty.keys.pool.f32()[dirty.keys.offset(0, 20)] = std::numeric_limits<float>::quiet_NaN();
+  dirty.q.row(7)[0] = std::numeric_limits<float>::quiet_NaN();
+  launch(dirty, test_stream());
+  expect_same_bits(dirty.o.slice(0, 0, 7), clean.o.slice(0, 0, 7));
+  expect_same_bits(dirty.o.slice(0, 8, 20), clean.o.slice(0, 8, 20));
+  expect_same_bits(dirty.o.slice(0, 40, 70), clean.o.slice(0, 40, 70));
+  EXPECT_TRUE(std::isnan(dirty.o.row(20)[0]));
+}
+
+TEST(SparseMlaTest, LargeScoresStayFinite) {
+  TensorPool pool(7);
+  World world(pool, {2, 16, 0}, {100}, 0, DType::kF32);
+  for (int64_t i = 0; i < world.q.numel(); ++i) world.q.f32()[i] *= 1e12f;
+  for (int64_t i = 0; i < world.rows.numel(); ++i) world.rows.f32()[i] *= 1e12f;
+  const SparseMla call = make_call(pool, world, whole(world), 1);
+  launch(call, test_stream());
+  for (int64_t i = 0; i < call.o.numel(); ++i) ASSERT_TRUE(std::isfinite(call.o.f32()[i]));
+  for (int64_t i = 0; i < call.lse.numel(); ++i) ASSERT_TRUE(std::isfinite(call.lse.f32()[i]));
+}
+
+TEST(SparseMlaTest, EmptyBatchesAndSelections) {
+  TensorPool pool(8);
+  const World none(pool, {2, 8, 0}, {}, 0, DType::kF32);
+  launch(make_call(pool, none, {}, 1), test_stream());
+  World world(pool, {2, 8, 0}, {70}, 4, DType::kF32);
+  std::fill_n(world.counts.i32(), 70, 0);
+  const SparseMla call = make_call(pool, world, whole(world), 1);
+  launch(call, test_stream());
+  expect_same_bits(call.o, pool.zeros(DType::kF32, {70, 2, 8}));
+  for (int64_t i = 0; i < call.lse.numel(); ++i)
+    EXPECT_EQ(call.lse.f32()[i], -std::numeric_limits<float>::infinity());
+  const SparseMlaBackward backward{.q = call.q,
+                                   .keys = call.keys,
+                                   .sequences = call.sequences,
+                                   .indices = call.indices,
+                                   .counts = call.counts,
+                                   .scale = call.scale,
+                                   .o = call.o,
+                                   .lse = call.lse,
+                                   .d_o = pool.random(DType::kF32, {70, 2, 8}),
+                                   .dq = pool.output(DType::kF32, {70, 2, 8}),
+                                   .dkeys = pool.output(DType::kF32, {70, 8})};
+  launch(backward, test_stream());
+  expect_same_bits(backward.dq, pool.zeros(DType::kF32, {70, 2, 8}));
+  expect_same_bits(backward.dkeys, pool.zeros(DType::kF32, {70, 8}));
+}
+
+TEST(SparseMlaTest, BackwardIsTheDerivative) {
+  for (const int64_t topk : {0, 5}) {
+    TensorPool pool(9);
+    const Shape shape{3, 12, 4};
+    World world(pool, shape, {14, 1, 9}, topk, DType::kF32);
+    const SparseMla call = make_call(pool, world, whole(world), 1);
+    const Tensor d_o = pool.random(DType::kF32, {world.tokens, shape.heads, shape.rank});
+    const auto loss = [&] {
+      launch(call, test_stream());
+      return testing::dot(call.o, d_o);
+    };
+    loss();
+    const SparseMlaBackward backward{
+        .q = call.q,
+        .keys = call.keys,
+        .sequences = call.sequences,
+        .indices = call.indices,
+        .counts = call.counts,
+        .scale = call.scale,
+        .o = call.o,
+        .lse = call.lse,
+        .d_o = d_o,
+        .dq = pool.output(DType::kF32, {world.tokens, shape.heads, shape.width()}),
+        .dkeys = pool.output(DType::kF32, {world.tokens, shape.width()})};
+    launch(backward, test_stream());
+    testing::expect_gradient(loss, call.q, backward.dq);
+    for (int64_t b = 0; b < 3; ++b) {
+      const Tensor page = call.keys.pool[call.keys.page_table.i32()[b]];
+      testing::expect_gradient(loss, page.slice(0, 0, world.lengths[static_cast<size_t>(b)]),
+                               backward.dkeys.slice(0, call.sequences.begin(b), call.sequences.end(b)));
+    }
+  }
+}
+
+TEST(SparseMlaTest, RefusesByName) {
+  TensorPool pool(10);
+  const World world(pool, {2, 8, 4}, {20}, 4, DType::kF32);
+  const SparseMla good = make_call(pool, world, {{0, 5, 20}}, 1);
+  EXPECT_TRUE(validate(good).ok());
+  SparseMla bad = good;
+  bad.o = pool.output(DType::kF32, {15, 2, 13});
+  EXPECT_EQ(validate(bad).message(), "sparse_mla: o: rank must be in 1..W");
+  bad = good;
+  bad.lse = pool.output(DType::kF32, {15, 3});
+  EXPECT_EQ(validate(bad).message(), "sparse_mla: lse: f32 [15, 3], expected f32 [15, 2]");
+  bad = good;
+  bad.counts = {};
+  EXPECT_FALSE(validate(bad).ok());
+  bad = good;
+  bad.indices = {};
+  EXPECT_EQ(validate(bad).message(), "sparse_mla: counts without indices");
+  bad = good;
+  bad.indices = pool.copy(good.indices);
+  bad.counts = pool.copy(good.counts);
+  bad.counts.i32()[3] = 5;
+  EXPECT_EQ(validate(bad).message(), "sparse_mla: counts out of range");
+  bad.counts.i32()[3] = 1;
+  bad.indices.i32()[3 * 4] = 9;  // the query's position is 8
+  EXPECT_EQ(validate(bad).message(), "sparse_mla: indices must ascend from 0 to the query's position");
+  bad.indices.i32()[3 * 4] = 8;
+  EXPECT_TRUE(validate(bad).ok());
+  EXPECT_EQ(validate(SparseMlaBackward{.q = good.q,
+                                       .keys = good.keys,
+                                       .sequences = good.sequences,
+                                       .indices = good.indices,
+                                       .counts = good.counts,
+                                       .scale = 1.0f,
+                                       .o = good.o,
+                                       .lse = good.lse,
+                                       .d_o = good.o,
+                                       .dq = good.q,
+                                       .dkeys = pool.output(DType::kF32, {15, 12})})
+                .message(),
+            "sparse_mla_backward: cached must be 0");
+}
+
+}  // namespace
+}  // namespace slipstream::kernels
