@@ -1,14 +1,17 @@
 // KDA (Kimi Delta Attention): linear attention with a per-channel forget gate and the delta rule, per head
-//   S <- Diag(exp g) S;  u = beta (v - Sᵀ k);  S <- S + k uᵀ;  o = Sᵀ q        S: [d_k, d_v], zero at the start
-// Kimi Linear 2025, arXiv:2510.26692. The chunked form follows from unrolling it over a chunk with start state S0 and
-// cumulative log-decays G_i = g_1 + ... + g_i (all differences G_i - G_j, j <= i, are <= 0, so nothing overflows):
-//   u_i = beta_i (v_i - (k_i e^{G_i})ᵀ S0 - sum_{j<i} A_ij u_j),   A_ij = sum_d k_id k_jd e^{G_id - G_jd}
-//   o_i = (q_i e^{G_i})ᵀ S0 + sum_{j<=i} B_ij u_j,                 B_ij = sum_d q_id k_jd e^{G_id - G_jd}
-//   S_C = Diag(e^{G_C}) S0 + sum_j (k_j e^{G_C - G_j}) u_jᵀ
+//   S <- Diag(a) S, a = exp(g);  r = v - Sᵀ k;  S <- S + k uᵀ, u = beta r;  o = Sᵀ q     S: [d_k, d_v], zero
+//   at the start
+// Kimi Linear 2025, arXiv:2510.26692. The chunked form follows from unrolling it over a chunk with start
+// state S0. With E_ij = a_{j+1} ... a_i (per channel; E_ii = 1) and P_i = a_0 ... a_i:
+//   r_i = v_i - (k_i P_i)ᵀ S0 - sum_{j<i} A_ij u_j,      A_ij = sum_d k_id k_jd E_ijd
+//   o_i = (q_i P_i)ᵀ S0 + sum_{j<=i} B_ij u_j,           B_ij = sum_d q_id k_jd E_ijd
+//   S_C = Diag(P_C) S0 + sum_j (k_j E_Cj) u_jᵀ
+// Decays are multiplied, never divided and never taken as differences of summed logarithms: no log-decay
+// overflows, and the error is that of the recurrence also where strong and weak decays follow one another.
 //
-// Chunks are aligned to absolute positions (multiples of kKdaChunk from the sequence start) and each row is computed from
-// the chunk's start state and the chunk's earlier rows with one arithmetic, whether the row arrives in a prefill, in a
-// piece of one, alone in decode or in training: the bits are the same.
+// Chunks are aligned to absolute positions (multiples of kKdaChunk from the sequence start) and each row is
+// computed from the chunk's start state and the chunk's earlier rows with one arithmetic, whether the row
+// arrives in a prefill, in a piece of one, alone in decode or in training: the bits are the same.
 #pragma once
 
 #include "kernels/sequences.h"
@@ -17,14 +20,21 @@
 
 namespace slipstream::kernels {
 
-constexpr int64_t kKdaChunk = 64;
+// Sixteen rows: the A and B of a chunk are then one register wide, and the work inside chunks, which grows
+// with their length, stays small beside the products with the state (at d = 64: 2 of 14 thousand
+// multiply-adds a token; with 64 rows it would be 8 of 20). Decode reads 8 earlier rows on average beside the
+// state and writes the state every 16th token. Pages of 64 tokens end where chunks end.
+constexpr int64_t kKdaChunk = 16;
+// Training keeps the state at the start of every span of four chunks; the backward recomputes those between.
+constexpr int64_t kKdaSpan = 64;
 
-// What a sequence keeps: the state at the start of its current chunk and the rows of that chunk so far. With p tokens
-// seen, p % kKdaChunk rows are live; a full chunk is folded into the state at once.
+// What a sequence keeps: the state at the start of its current chunk and the rows of that chunk so far. With
+// p tokens seen, p % kKdaChunk rows are live; a full chunk is folded into the state at once.
 struct KdaState {
-  Tensor state;    // [slots, h, dk, dv] f32; read only where cached >= kKdaChunk (before that it counts as zero)
+  Tensor
+      state;  // [slots, h, dk, dv] f32; read only where cached >= kKdaChunk (before that it counts as zero)
   Tensor chunk_k;  // [slots, kKdaChunk, h, dk] f32
-  Tensor chunk_g;  // [slots, kKdaChunk, h, dk] f32, cumulative log-decays G
+  Tensor chunk_g;  // [slots, kKdaChunk, h, dk] f32, as decays a = exp(g)
   Tensor chunk_u;  // [slots, kKdaChunk, h, dv] f32
 };
 
@@ -35,37 +45,38 @@ struct Kda {
   Tensor log_decay;     // in   [T, h, dk] f32, g <= 0
   Tensor beta;          // in   [T, h] f32
   Sequences sequences;  // T rows
-  KdaState cache;       // in/out
-  Tensor slots;         // in   [B] i32, the slot of each sequence in the cache
+  KdaState cache;       // in/out; may be absent with `slots`: every cached is then 0 and nothing is kept
+  Tensor slots;         // in   [B] i32, the slot of each sequence in the cache, each used once
   Tensor o;             // out  [T, h, dv] f32
-  // For the backward, both or neither; every cached is then 0. Sequence after sequence, ceil(n / kKdaChunk) chunks each.
-  Tensor chunk_states;  // out  [chunks, h, dk, dv] f32, the state at the start of each chunk
-  Tensor u;             // out  [T, h, dv] f32
+  // For the backward, both or neither; every cached is then 0. Sequence after sequence, ceil(n / kKdaSpan)
+  // spans each.
+  Tensor span_states;  // out  [spans, h, dk, dv] f32, the state at the start of each span
+  Tensor r;            // out  [T, h, dv] f32, v - Sᵀ k: what a row writes, before beta
 };
 
-// Number of chunks that whole sequences of these lengths fill: sum of ceil(n_b / kKdaChunk).
-int64_t kda_chunks(const Sequences& sequences);
+// Number of spans that whole sequences of these lengths fill: sum of ceil(n_b / kKdaSpan).
+int64_t kda_spans(const Sequences& sequences);
 
-// For whole sequences (every cached == 0).
+// For whole sequences (every cached == 0). r stands in for v.
 struct KdaBackward {
-  Tensor q, k, v, log_decay, beta;  // in, as in Kda
+  Tensor q, k, log_decay, beta;  // in, as in Kda
   Sequences sequences;
-  Tensor chunk_states;              // in   [chunks, h, dk, dv] f32
-  Tensor u;                         // in   [T, h, dv] f32
-  Tensor d_o;                       // in   [T, h, dv] f32
-  Tensor dq, dk, dlog_decay;        // out  [T, h, dk] f32
-  Tensor dv;                        // out  [T, h, dv] f32
-  Tensor dbeta;                     // out  [T, h] f32
+  Tensor span_states;         // in   [spans, h, dk, dv] f32
+  Tensor r;                   // in   [T, h, dv] f32
+  Tensor d_o;                 // in   [T, h, dv] f32
+  Tensor dq, dk, dlog_decay;  // out  [T, h, dk] f32
+  Tensor dv;                  // out  [T, h, dv] f32
+  Tensor dbeta;               // out  [T, h] f32
 };
 
-// The plain recurrence, one token after the other: the fast decode when bitwise equality with prefill is not asked for.
-// reference(Kda) computes this too. The cache is just the state after the last token.
+// The plain recurrence, one token after the other: the fast decode when bitwise equality with prefill is not
+// asked for. reference(Kda) computes this too. The cache is just the state after the last token.
 struct KdaRecurrent {
   Tensor q, k, v, log_decay, beta;  // in, as in Kda
   Sequences sequences;
-  Tensor state;                     // in/out [slots, h, dk, dv] f32; counts as zero where cached == 0
-  Tensor slots;                     // in   [B] i32
-  Tensor o;                         // out  [T, h, dv] f32
+  Tensor state;  // in/out [slots, h, dk, dv] f32; counts as zero where cached == 0
+  Tensor slots;  // in   [B] i32, each used once
+  Tensor o;      // out  [T, h, dv] f32
 };
 
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.

@@ -1,0 +1,42 @@
+#include "kernels/kda/kda.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/kda/kda_simd.cc"
+#include <algorithm>
+
+#include "hwy/foreach_target.h"
+#include "kernels/kda/kda_forward-inl.h"
+
+#if HWY_ONCE
+namespace slipstream::kernels {
+
+HWY_EXPORT(kda_forward_items);
+HWY_EXPORT(kda_recurrent_items);
+
+namespace {
+
+// Heads a thread takes at once: a head of one row is about a microsecond, and waking a thread takes a few.
+int64_t item_grain(int64_t rows, int64_t sequences) { return rows <= 2 * sequences ? 4 : 1; }
+
+}  // namespace
+
+void launch(const Kda& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  const int64_t sequences = args.sequences.count();
+  const int64_t grain = item_grain(args.q.size(0), sequences);
+  stream.parallel_for(sequences * args.q.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {
+    HWY_DYNAMIC_DISPATCH(kda_forward_items)(args, begin, end, worker);
+  });
+}
+
+void launch(const KdaRecurrent& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  const int64_t sequences = args.sequences.count();
+  const int64_t grain = item_grain(args.q.size(0), sequences);
+  stream.parallel_for(sequences * args.q.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {
+    HWY_DYNAMIC_DISPATCH(kda_recurrent_items)(args, begin, end, worker);
+  });
+}
+
+}  // namespace slipstream::kernels
+#endif  // HWY_ONCE

@@ -1,0 +1,334 @@
+// Goal: the chunked launch() equals the recurrence of reference(), for any shapes, decays and lengths;
+// however a sequence is cut into calls, batched or placed in slots, its outputs and its cache have the same
+// bits; the backward equals the recurrence run backwards and agrees with finite differences; bad arguments
+// are refused by name.
+#include "kernels/kda/kda.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/testing/op_test.h"
+
+namespace slipstream::kernels {
+namespace {
+
+using testing::TensorPool;
+using testing::test_stream;
+
+enum class Decays { kTypical, kStrong, kNone, kMixed };
+
+struct Shape {
+  int64_t heads, dk, dv;
+};
+
+Sequences sequences_of(TensorPool& pool, const std::vector<int32_t>& lengths,
+                       std::vector<int32_t> cached = {}) {
+  std::vector<int32_t> row_begin = {0};
+  for (int32_t n : lengths) row_begin.push_back(row_begin.back() + n);
+  cached.resize(lengths.size(), 0);
+  const auto count = static_cast<int64_t>(lengths.size());
+  return {.row_begin = pool.ints({count + 1}, row_begin), .cached = pool.ints({count}, cached)};
+}
+
+// Unit rows inside wider ones, as a projection of several outputs leaves them.
+Tensor unit_rows(TensorPool& pool, int64_t tokens, const Shape& shape) {
+  const Tensor rows = pool.random(DType::kF32, {tokens, shape.heads + 1, shape.dk + 3});
+  const Tensor view = rows.slice(1, 0, shape.heads).slice(2, 1, shape.dk + 1);
+  for (int64_t i = 0; i < tokens * shape.heads; ++i) {
+    float* row = view.f32() + i / shape.heads * view.stride(0) + i % shape.heads * view.stride(1);
+    double squares = 1e-6;
+    for (int64_t d = 0; d < shape.dk; ++d) squares += double{row[d]} * row[d];
+    for (int64_t d = 0; d < shape.dk; ++d) row[d] = static_cast<float>(row[d] / std::sqrt(squares));
+  }
+  return view;
+}
+
+Tensor random_decays(TensorPool& pool, int64_t tokens, const Shape& shape, Decays decays) {
+  const Tensor g = pool.random(DType::kF32, {tokens, shape.heads, shape.dk}, -0.5f, 0.0f);
+  for (int64_t i = 0; i < g.numel(); ++i) {
+    const float draw = pool.uniform();
+    switch (decays) {
+      case Decays::kTypical:
+        break;
+      case Decays::kStrong:
+        g.f32()[i] = -5.0f;
+        break;
+      case Decays::kNone:
+        g.f32()[i] = -1e-6f;
+        break;
+      case Decays::kMixed:
+        g.f32()[i] = draw < 0.3f ? -5.0f : draw < 0.35f ? -300.0f : draw < 0.6f ? 0.0f : -1e-4f;
+        break;
+    }
+  }
+  return g;
+}
+
+KdaState random_cache(TensorPool& pool, int64_t slots, const Shape& shape) {
+  KdaState cache{.state = pool.random(DType::kF32, {slots, shape.heads, shape.dk, shape.dv}),
+                 .chunk_k = pool.random(DType::kF32, {slots, kKdaChunk, shape.heads, shape.dk}, -0.3f, 0.3f),
+                 .chunk_g = pool.random(DType::kF32, {slots, kKdaChunk, shape.heads, shape.dk}, 0.2f, 1.0f),
+                 .chunk_u = pool.random(DType::kF32, {slots, kKdaChunk, shape.heads, shape.dv})};
+  return cache;
+}
+
+KdaState copy_of(TensorPool& pool, const KdaState& cache) {
+  return {.state = pool.copy(cache.state),
+          .chunk_k = pool.copy(cache.chunk_k),
+          .chunk_g = pool.copy(cache.chunk_g),
+          .chunk_u = pool.copy(cache.chunk_u)};
+}
+
+// Everything is NaN: what is read before it is written shows.
+KdaState empty_cache(TensorPool& pool, int64_t slots, const Shape& shape) {
+  return {.state = pool.output(DType::kF32, {slots, shape.heads, shape.dk, shape.dv}),
+          .chunk_k = pool.output(DType::kF32, {slots, kKdaChunk, shape.heads, shape.dk}),
+          .chunk_g = pool.output(DType::kF32, {slots, kKdaChunk, shape.heads, shape.dk}),
+          .chunk_u = pool.output(DType::kF32, {slots, kKdaChunk, shape.heads, shape.dv})};
+}
+
+Kda random_args(TensorPool& pool, const Sequences& sequences, const Shape& shape, Decays decays) {
+  const int64_t tokens = sequences.rows();
+  return {.q = unit_rows(pool, tokens, shape),
+          .k = unit_rows(pool, tokens, shape),
+          .v = pool.random(DType::kF32, {tokens, shape.heads, shape.dv + 1}).slice(2, 1, shape.dv + 1),
+          .log_decay = random_decays(pool, tokens, shape, decays),
+          .beta = pool.random(DType::kF32, {tokens, shape.heads}, 0.0f, 1.0f),
+          .sequences = sequences,
+          .cache = {},
+          .slots = {},
+          .o = pool.output(DType::kF32, {tokens, shape.heads, shape.dv}),
+          .span_states = {},
+          .r = {}};
+}
+
+Kda with_outputs_for_backward(TensorPool& pool, Kda args) {
+  args.span_states =
+      pool.output(DType::kF32, {kda_spans(args.sequences), args.q.size(1), args.q.size(2), args.v.size(2)});
+  args.r = pool.output(DType::kF32, {args.q.size(0), args.q.size(1), args.v.size(2)});
+  return args;
+}
+
+// Of the cache, what a sequence with `tokens` tokens in `slot` has defined.
+void expect_same_cache(const KdaState& actual, int64_t slot, const KdaState& expected, int64_t expected_slot,
+                       int64_t tokens) {
+  if (tokens >= kKdaChunk) testing::expect_same_bits(actual.state[slot], expected.state[expected_slot]);
+  const int64_t live = tokens % kKdaChunk;
+  testing::expect_same_bits(actual.chunk_k[slot].slice(0, 0, live),
+                            expected.chunk_k[expected_slot].slice(0, 0, live));
+  testing::expect_same_bits(actual.chunk_g[slot].slice(0, 0, live),
+                            expected.chunk_g[expected_slot].slice(0, 0, live));
+  testing::expect_same_bits(actual.chunk_u[slot].slice(0, 0, live),
+                            expected.chunk_u[expected_slot].slice(0, 0, live));
+}
+
+class KdaTest : public ::testing::TestWithParam<std::tuple<Shape, Decays>> {};
+
+TEST_P(KdaTest, EqualsTheRecurrence) {
+  const auto [shape, decays] = GetParam();
+  TensorPool pool(1);
+  // Slot 1 has no full chunk behind it, slots 4 and 5 stand inside one, slot 0 at the start of one.
+  const std::vector<int32_t> lengths = {40, 0, 17, 1, 150}, cached = {32, 7, 9, 47, 0};
+  Kda args = random_args(pool, sequences_of(pool, lengths, cached), shape, decays);
+  args.cache = random_cache(pool, 7, shape);
+  args.slots = pool.ints({5}, {0, 6, 1, 5, 4});
+  Kda expected = args;
+  expected.cache = copy_of(pool, args.cache);
+  expected.o = pool.output(DType::kF32, {args.q.size(0), shape.heads, shape.dv});
+  launch(args, test_stream());
+  reference(expected);
+  EXPECT_LE(testing::relative_error(args.o, expected.o), 3e-6);  // the bound of the specification is 1e-5
+  testing::expect_near(args.o, expected.o, 1e-5f);
+  testing::expect_near(args.cache.state, expected.cache.state, 1e-5f);
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    const int64_t slot = args.slots.i32()[b], live = (lengths[b] + cached[b]) % kKdaChunk;
+    const auto rows = [&](const Tensor& t) { return t[slot].slice(0, 0, live); };
+    testing::expect_same_bits(rows(args.cache.chunk_k), rows(expected.cache.chunk_k));
+    testing::expect_near(rows(args.cache.chunk_g), rows(expected.cache.chunk_g), 1e-6f);
+    testing::expect_near(rows(args.cache.chunk_u), rows(expected.cache.chunk_u), 1e-5f);
+  }
+  pool.expect_fences_intact();
+}
+
+TEST_P(KdaTest, LongSequencesEqualTheRecurrence) {
+  const auto [shape, decays] = GetParam();
+  TensorPool pool(2);
+  const Kda args =
+      with_outputs_for_backward(pool, random_args(pool, sequences_of(pool, {430, 64, 3}), shape, decays));
+  Kda expected = with_outputs_for_backward(pool, args);
+  expected.o = pool.output(DType::kF32, {497, shape.heads, shape.dv});
+  launch(args, test_stream());
+  reference(expected);
+  EXPECT_LE(testing::relative_error(args.o, expected.o), 3e-6);  // the bound of the specification is 1e-5
+  testing::expect_near(args.o, expected.o, 1e-5f);
+  testing::expect_near(args.r, expected.r, 1e-5f);
+  testing::expect_near(args.span_states, expected.span_states, 1e-5f);
+  pool.expect_fences_intact();
+}
+
+TEST_P(KdaTest, RecurrentEqualsReference) {
+  const auto [shape, decays] = GetParam();
+  TensorPool pool(3);
+  const Kda inputs = random_args(pool, sequences_of(pool, {20, 0, 1, 9, 0}, {0, 3, 5, 8, 0}), shape, decays);
+  const auto args_of = [&](const Tensor& state) {
+    return KdaRecurrent{.q = inputs.q,
+                        .k = inputs.k,
+                        .v = inputs.v,
+                        .log_decay = inputs.log_decay,
+                        .beta = inputs.beta,
+                        .sequences = inputs.sequences,
+                        .state = state,
+                        .slots = pool.ints({5}, {2, 0, 4, 5, 1}),
+                        .o = pool.output(DType::kF32, {inputs.q.size(0), shape.heads, shape.dv})};
+  };
+  const Tensor state = pool.random(DType::kF32, {6, shape.heads, shape.dk, shape.dv});
+  const KdaRecurrent expected = args_of(pool.copy(state)), args = args_of(state);
+  launch(args, test_stream());
+  reference(expected);
+  testing::expect_near(args.o, expected.o, 5e-6f);
+  testing::expect_near(args.state, expected.state, 5e-6f);
+  pool.expect_fences_intact();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, KdaTest,
+    ::testing::Combine(::testing::Values(Shape{2, 8, 8}, Shape{1, 24, 40}, Shape{3, 16, 16}, Shape{2, 64, 64},
+                                         Shape{1, 33, 130}, Shape{1, 128, 128}),
+                       ::testing::Values(Decays::kTypical, Decays::kStrong, Decays::kNone, Decays::kMixed)));
+
+class KdaCutTest : public ::testing::TestWithParam<Shape> {};
+
+TEST_P(KdaCutTest, AnyCutGivesTheSameBits) {
+  const Shape shape = GetParam();
+  constexpr int64_t kTokens = 139;
+  for (Decays decays : {Decays::kTypical, Decays::kMixed}) {
+    TensorPool pool(4);
+    Kda whole = random_args(pool, sequences_of(pool, {kTokens}), shape, decays);
+    whole.cache = empty_cache(pool, 2, shape);
+    whole.slots = pool.ints({1}, {1});
+    launch(whole, test_stream());
+    // Training computes the same outputs without a cache.
+    Kda training = with_outputs_for_backward(pool, whole);
+    training.cache = {};
+    training.slots = {};
+    training.o = pool.output(DType::kF32, {kTokens, shape.heads, shape.dv});
+    launch(training, test_stream());
+    testing::expect_same_bits(training.o, whole.o);
+    for (int64_t piece : {1, 2, 7, 15, 64, 100}) {
+      Kda part = whole;
+      part.o = pool.output(DType::kF32, {kTokens, shape.heads, shape.dv});
+      part.cache = empty_cache(pool, 3, shape);
+      part.slots = pool.ints({1}, {0});
+      for (int64_t begin = 0; begin < kTokens; begin += piece) {
+        const int64_t end = std::min(begin + piece, kTokens);
+        Kda call = part;
+        call.q = whole.q.slice(0, begin, end);
+        call.k = whole.k.slice(0, begin, end);
+        call.v = whole.v.slice(0, begin, end);
+        call.log_decay = whole.log_decay.slice(0, begin, end);
+        call.beta = whole.beta.slice(0, begin, end);
+        call.o = part.o.slice(0, begin, end);
+        call.sequences =
+            sequences_of(pool, {static_cast<int32_t>(end - begin)}, {static_cast<int32_t>(begin)});
+        launch(call, testing::single_thread_stream());
+      }
+      testing::expect_same_bits(part.o, whole.o);
+      expect_same_cache(part.cache, 0, whole.cache, 1, kTokens);
+    }
+    pool.expect_fences_intact();
+  }
+}
+
+TEST_P(KdaCutTest, SequenceIgnoresItsBatch) {
+  const Shape shape = GetParam();
+  TensorPool pool(5);
+  const std::vector<int32_t> lengths = {33, 5, 16, 90}, cached = {18, 0, 16, 31};
+  Kda batch = random_args(pool, sequences_of(pool, lengths, cached), shape, Decays::kTypical);
+  batch.cache = random_cache(pool, 6, shape);
+  batch.slots = pool.ints({4}, {5, 0, 2, 1});
+  const KdaState before = copy_of(pool, batch.cache);
+  // The rows of sequence 1 are NaN; nobody else may notice.
+  for (int64_t t = 33; t < 38; ++t) {
+    for (int64_t i = 0; i < shape.heads * shape.dk; ++i) batch.log_decay[t].f32()[i] = std::nanf("");
+  }
+  launch(batch, test_stream());
+  for (int64_t b : {0, 2, 3}) {
+    const int64_t begin = batch.sequences.begin(b), end = batch.sequences.end(b);
+    Kda alone = batch;
+    for (Tensor* t : {&alone.q, &alone.k, &alone.v, &alone.log_decay, &alone.beta})
+      *t = t->slice(0, begin, end);
+    alone.o = pool.output(DType::kF32, {end - begin, shape.heads, shape.dv});
+    alone.sequences = sequences_of(pool, {lengths[static_cast<size_t>(b)]}, {cached[static_cast<size_t>(b)]});
+    // Another slot of another cache, with the same history.
+    const int64_t slot = batch.slots.i32()[b];
+    alone.cache = {.state = pool.copy(before.state.slice(0, slot, slot + 1)),
+                   .chunk_k = pool.copy(before.chunk_k.slice(0, slot, slot + 1)),
+                   .chunk_g = pool.copy(before.chunk_g.slice(0, slot, slot + 1)),
+                   .chunk_u = pool.copy(before.chunk_u.slice(0, slot, slot + 1))};
+    alone.slots = pool.ints({1}, {0});
+    launch(alone, testing::single_thread_stream());
+    testing::expect_same_bits(alone.o, batch.o.slice(0, begin, end));
+    expect_same_cache(alone.cache, 0, batch.cache, slot, cached[static_cast<size_t>(b)] + end - begin);
+  }
+  // Slots that nobody names are left alone.
+  for (int64_t slot : {3, 4}) {
+    testing::expect_same_bits(batch.cache.state[slot], before.state[slot]);
+    testing::expect_same_bits(batch.cache.chunk_u[slot], before.chunk_u[slot]);
+  }
+  pool.expect_fences_intact();
+}
+
+TEST_P(KdaCutTest, EarlierRowsIgnoreLaterOnes) {
+  const Shape shape = GetParam();
+  TensorPool pool(6);
+  const Kda args = random_args(pool, sequences_of(pool, {48}), shape, Decays::kTypical);
+  launch(args, test_stream());
+  Kda poisoned = args;
+  poisoned.v = pool.copy(args.v);
+  poisoned.log_decay = pool.copy(args.log_decay);
+  poisoned.o = pool.output(DType::kF32, {48, shape.heads, shape.dv});
+  for (int64_t i = 0; i < shape.heads * shape.dv; ++i) poisoned.v[21].f32()[i] = std::nanf("");
+  for (int64_t i = 0; i < shape.heads * shape.dk; ++i) poisoned.log_decay[25].f32()[i] = std::nanf("");
+  launch(poisoned, test_stream());
+  testing::expect_same_bits(poisoned.o.slice(0, 0, 21), args.o.slice(0, 0, 21));
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, KdaCutTest,
+                         ::testing::Values(Shape{2, 8, 8}, Shape{2, 24, 40}, Shape{3, 64, 64},
+                                           Shape{1, 128, 208}));
+
+TEST(KdaEmptyTest, NoRowsAndNoSequences) {
+  TensorPool pool(7);
+  const Shape shape{2, 16, 16};
+  Kda args = random_args(pool, sequences_of(pool, {}), shape, Decays::kTypical);
+  launch(with_outputs_for_backward(pool, args), test_stream());
+  args = random_args(pool, sequences_of(pool, {0, 0}, {5, 0}), shape, Decays::kTypical);
+  args.cache = random_cache(pool, 2, shape);
+  args.slots = pool.ints({2}, {1, 0});
+  const KdaState before = copy_of(pool, args.cache);
+  launch(args, test_stream());
+  testing::expect_same_bits(args.cache.state, before.state);
+  testing::expect_same_bits(args.cache.chunk_u, before.chunk_u);
+}
+
+TEST(KdaRefusalTest, RefusesByName) {
+  TensorPool pool(8);
+  const Shape shape{2, 16, 24};
+  Kda args = random_args(pool, sequences_of(pool, {3, 2}, {0, 9}), shape, Decays::kTypical);
+  EXPECT_EQ(validate(args).message(), "kda: cache: needed where a sequence has cached tokens");
+  args.cache = random_cache(pool, 2, shape);
+  EXPECT_EQ(validate(args).message(), "kda: cache and slots: expected all or none");
+  args.slots = pool.ints({2}, {1, 2});
+  EXPECT_EQ(validate(args).message(), "kda: slots: slot out of range");
+  args.slots = pool.ints({2}, {1, 1});
+  EXPECT_EQ(validate(args).message(), "kda: slots: two sequences in one slot");
+  args.slots = pool.ints({2}, {1, 0});
+  EXPECT_TRUE(validate(args).ok());
+  EXPECT_EQ(validate(with_outputs_for_backward(pool, args)).message(),
+            "kda: span_states: only for whole sequences (cached all 0)");
+  args.beta = pool.zeros(DType::kF32, {5, 3});
+  EXPECT_EQ(validate(args).message(), "kda: beta: f32 [5, 3], expected f32 [5, 2]");
+}
+
+}  // namespace
+}  // namespace slipstream::kernels
