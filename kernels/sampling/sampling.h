@@ -19,19 +19,23 @@ struct SamplingRow {
 
 // The log-prob is that of the sampled token under softmax(logits / temperature) over the whole vocabulary (temperature 0:
 // under softmax(logits)), in the arithmetic of LogProb, bit for bit. truncated is 1 when top-k, top-p or min-p removed any
-// token from the draw, or the temperature was 0: the draw then came from another distribution.
+// token of finite logit from the draw, or the temperature was 0: the draw then came from another distribution.
+//
+// Filters apply in the order top-k, top-p (on the distribution renormalised after top-k), min-p. Equal logits rank by
+// ascending id. The token is the first, by id, at which the sum of the kept probabilities exceeds u times their total,
+// u = uniform_at(seed, counter).
 struct Sampling {
   Tensor logits;            // in   [T, V] f32
   const SamplingRow* rows;  // in   [T]
-  Tensor tokens;            // out  [T] i32; -1 when the row has no finite logit or has a NaN
-  Tensor logprob;           // out  [T] f32
+  Tensor tokens;            // out  [T] i32; -1 when the row has no finite logit, a NaN or a plus infinity
+  Tensor logprob;           // out  [T] f32; NaN where the token is -1
   Tensor truncated;         // out  [T] i32, 0 or 1
 };
 
 // A uniform number in [0, 1) with 24 random bits, by Philox4x32-10 keyed with `seed` at block `counter`.
 float uniform_at(uint64_t seed, uint64_t counter);
 
-// InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.
+// InvalidArgument: shapes or dtypes disagree, or a row's parameter is out of range. Unimplemented: no code for this device.
 absl::Status validate(const Sampling& args);
 
 // The definition: plain loops over CPU tensors.

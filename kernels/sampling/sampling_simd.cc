@@ -1,0 +1,318 @@
+#include "kernels/sampling/sampling.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/sampling/sampling_simd.cc"
+#include <algorithm>
+#include <limits>
+
+#include "hwy/foreach_target.h"
+#include "kernels/simd/lanes-inl.h"
+#include "kernels/simd/logsumexp-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace slipstream::kernels {
+namespace HWY_NAMESPACE {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// The logits of one row and their softmax.
+struct Row {
+  const float* logits;
+  int64_t vocab;
+  RowSoftmax softmax;
+
+  HWY_INLINE Lanes exponent(const Lanes& x) const {
+    return mul(sub(x, broadcast(softmax.max)), broadcast(softmax.inv_temperature));
+  }
+  // exp((logit - max) / temperature): the probability but for the division by softmax.sum.
+  HWY_INLINE float mass(float logit) const {
+    return scalar_exp((logit - softmax.max) * softmax.inv_temperature);
+  }
+};
+
+// What truncation keeps: tokens that rank at or above (logit, id), and whose mass is at least mass_min.
+struct Filter {
+  float logit = kMinusInfinity;  // with id -1: every finite logit
+  int64_t id = -1;
+  float mass_min = 0.0f;
+};
+
+// The masses of the sixteen tokens from `first` on, 0 where the filter drops them. Sets drops when it drops a
+// token of finite logit.
+HWY_INLINE Lanes kept_mass(const Row& row, const Filter& filter, const Lanes& x, int64_t first, bool& drops) {
+  const LanesTag d;
+  const hn::RebindToSigned<LanesTag> ids;
+  const Lanes mass = exp(row.exponent(x));
+  const auto threshold = hn::Set(d, filter.logit);
+  const auto after = hn::Set(ids, static_cast<int32_t>(filter.id + 1));
+  return map([&](int64_t i) HWY_ATTR {
+    const auto id = hn::Iota(ids, static_cast<int32_t>(first + i * kLanesPartSize));
+    const auto tie = hn::And(hn::Eq(x.part[i], threshold), hn::RebindMask(d, hn::Lt(id, after)));
+    const auto ranked = hn::Or(hn::Gt(x.part[i], threshold), tie);
+    const auto kept = hn::And(ranked, hn::Ge(mass.part[i], hn::Set(d, filter.mass_min)));
+    const auto finite = hn::Gt(x.part[i], hn::Set(d, kMinusInfinity));
+    drops = drops || !hn::AllFalse(d, hn::AndNot(kept, finite));
+    return hn::IfThenElseZero(kept, mass.part[i]);
+  });
+}
+
+// Truncation finds its thresholds without sorting the vocabulary: tokens fall into buckets of (max - logit) /
+// temperature, 64 to the nat; whole buckets are in or out, and only the bucket of a threshold is sorted.
+constexpr float kBucketsPerNat = 64.0f;
+constexpr int64_t kBuckets = 88 * 64 + 1;  // the last one: all of mass 0
+constexpr int64_t kDropped = kBuckets;     // logits of minus infinity
+
+struct Candidate {
+  float logit;
+  int32_t id;
+};
+
+struct Histogram {
+  double* mass;      // [kBuckets + 1]
+  int32_t* count;    // [kBuckets + 1]
+  Candidate* found;  // [V], the tokens of the bucket looked at last, by rank
+};
+
+HWY_INLINE void buckets_of(const Row& row, const Lanes& x, int32_t* buckets) {
+  const LanesTag d;
+  const hn::RebindToSigned<LanesTag> integer;
+  const Lanes exponent = row.exponent(x);
+  for (int64_t i = 0; i < kLanesParts; ++i) {
+    const auto scaled = hn::Mul(exponent.part[i], hn::Set(d, -kBucketsPerNat));
+    const auto bounded = hn::Min(scaled, hn::Set(d, static_cast<float>(kBuckets - 1)));
+    const auto dropped = hn::Eq(x.part[i], hn::Set(d, kMinusInfinity));
+    const auto bucket = hn::IfThenElse(dropped, hn::Set(d, static_cast<float>(kDropped)), bounded);
+    hn::StoreU(hn::ConvertTo(integer, bucket), integer, buckets + i * kLanesPartSize);
+  }
+}
+
+void fill_histogram(const Row& row, Histogram& histogram) {
+  std::fill(histogram.mass, histogram.mass + kBuckets + 1, 0.0);
+  std::fill(histogram.count, histogram.count + kBuckets + 1, 0);
+  for_lanes(row.vocab, [&](int64_t i, auto chunk) HWY_ATTR {
+    int32_t buckets[kLanes];
+    float masses[kLanes];
+    const Lanes x = chunk.load(row.logits + i, kMinusInfinity);
+    buckets_of(row, x, buckets);
+    store(exp(row.exponent(x)), masses);
+    for (int64_t j = 0; j < kLanes; ++j) {
+      histogram.mass[buckets[j]] += masses[j];
+      ++histogram.count[buckets[j]];
+    }
+  });
+}
+
+// Puts the tokens of one bucket into histogram.found, best first, and returns their number.
+int64_t rank_bucket(const Row& row, int64_t bucket, Histogram& histogram) {
+  int64_t count = 0;
+  for_lanes(row.vocab, [&](int64_t i, auto chunk) HWY_ATTR {
+    int32_t buckets[kLanes];
+    buckets_of(row, chunk.load(row.logits + i, kMinusInfinity), buckets);
+    for (int64_t j = 0; j < kLanes; ++j) {
+      if (buckets[j] == bucket) {
+        histogram.found[count++] = {.logit = row.logits[i + j], .id = static_cast<int32_t>(i + j)};
+      }
+    }
+  });
+  std::sort(histogram.found, histogram.found + count, [](const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+  });
+  return count;
+}
+
+// The filter of top-k, then of top-p on what is left.
+Filter rank_filter(const Row& row, const SamplingRow& parameters, Histogram& histogram) {
+  fill_histogram(row, histogram);
+  int64_t finite = 0;
+  for (int64_t b = 0; b < kBuckets; ++b) finite += histogram.count[b];
+
+  Filter filter;
+  int64_t last_bucket = kBuckets - 1;  // the lowest bucket with kept tokens
+  if (parameters.top_k > 0 && parameters.top_k < finite) {
+    int64_t wanted = parameters.top_k;
+    int64_t b = 0;
+    for (; histogram.count[b] < wanted; ++b) wanted -= histogram.count[b];
+    rank_bucket(row, b, histogram);
+    filter = {.logit = histogram.found[wanted - 1].logit, .id = histogram.found[wanted - 1].id};
+    last_bucket = b;
+    histogram.count[b] = static_cast<int32_t>(wanted);
+    histogram.mass[b] = 0.0;
+    for (int64_t j = 0; j < wanted; ++j) histogram.mass[b] += row.mass(histogram.found[j].logit);
+  }
+  if (parameters.top_p < 1.0f) {
+    double total = 0.0;
+    for (int64_t b = 0; b <= last_bucket; ++b) total += histogram.mass[b];
+    const double wanted = parameters.top_p * total;
+    double sum = 0.0;
+    int64_t b = 0;
+    for (; b < last_bucket && sum + histogram.mass[b] < wanted; ++b) sum += histogram.mass[b];
+    rank_bucket(row, b, histogram);
+    const int64_t kept = histogram.count[b];
+    int64_t j = 0;
+    for (; j < kept - 1; ++j) {
+      sum += row.mass(histogram.found[j].logit);
+      if (sum >= wanted) break;
+    }
+    filter = {.logit = histogram.found[j].logit, .id = histogram.found[j].id};
+  }
+  return filter;
+}
+
+// A block that is next to nothing beside the maximum is nothing: in the others some token has a mass above
+// zero.
+double unfiltered_block(const SoftmaxPart& part) {
+  const float mass = part.weight * part.sum;
+  return mass < 1e-30f ? 0.0 : mass;
+}
+
+// What the filter keeps of block b.
+double filtered_block(const Row& row, const Filter& filter, int64_t b, bool& drops) {
+  const int64_t begin = b * kSoftmaxBlock, n = std::min(kSoftmaxBlock, row.vocab - begin);
+  Lanes sum = zero_lanes();
+  for_lanes(n, [&](int64_t i, auto chunk) HWY_ATTR {
+    const Lanes x = chunk.load(row.logits + begin + i, kMinusInfinity);
+    sum = add(sum, kept_mass(row, filter, x, begin + i, drops));
+  });
+  return sum_lanes(sum);
+}
+
+// The first token of block b at which `passed` plus the kept masses exceeds target. Sums of other roundings
+// chose the block, so it may end below the target: the answer is then its last token that has any mass.
+int32_t draw_in_block(const Row& row, const Filter& filter, int64_t b, double passed, double target) {
+  const int64_t begin = b * kSoftmaxBlock, end = std::min(begin + kSoftmaxBlock, row.vocab);
+  float masses[kLanes] = {};
+  int64_t first = begin;   // of the chunk in masses
+  double before = passed;  // that chunk
+  bool drops = false;
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const int64_t n = std::min(kLanes, end - i);
+    const Lanes x = n == kLanes ? load(row.logits + i) : load_first(row.logits + i, n, kMinusInfinity);
+    const Lanes mass = kept_mass(row, filter, x, i, drops);
+    const double chunk_mass = sum_lanes(mass);
+    if (chunk_mass > 0.0) {
+      store(mass, masses);
+      first = i;
+      before = passed;
+      if (passed + chunk_mass > target) break;
+    }
+    passed += chunk_mass;
+  }
+  int64_t token = first;
+  for (int64_t j = 0; j < kLanes; ++j) {
+    if (masses[j] > 0.0f) token = first + j;
+    before += masses[j];
+    if (before > target) break;
+  }
+  return static_cast<int32_t>(token);
+}
+
+// masses: of the blocks, as the filter leaves them.
+int32_t draw(const Row& row, const Filter& filter, const double* masses, double uniform) {
+  const int64_t blocks = softmax_blocks(row.vocab);
+  double total = 0.0;
+  for (int64_t b = 0; b < blocks; ++b) total += masses[b];
+  const double target = uniform * total;
+  double passed = 0.0;
+  int64_t chosen = 0;
+  double passed_before_chosen = 0.0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    if (masses[b] > 0.0) {  // the last such block when rounding lets none reach the target
+      chosen = b;
+      passed_before_chosen = passed;
+    }
+    passed += masses[b];
+    if (passed > target) break;
+  }
+  return draw_in_block(row, filter, chosen, passed_before_chosen, target);
+}
+
+// The first token with the largest logit.
+int32_t argmax(const Row& row, const SoftmaxPart* parts) {
+  int64_t b = 0;
+  while (parts[b].max != row.softmax.max) ++b;
+  int64_t i = b * kSoftmaxBlock;
+  while (row.logits[i] != row.softmax.max) ++i;
+  return static_cast<int32_t>(i);
+}
+
+HWY_INLINE float inverse_temperature(const SamplingRow& parameters) {
+  return parameters.temperature == 0.0f ? 1.0f : 1.0f / parameters.temperature;
+}
+
+SoftmaxPart sampling_part(const Sampling& args, int64_t t, int64_t block) {
+  const int64_t begin = block * kSoftmaxBlock, end = std::min(begin + kSoftmaxBlock, args.logits.size(1));
+  return softmax_part(args.logits.row(t) + begin, end - begin, inverse_temperature(args.rows[t]),
+                      /*entropy=*/false);
+}
+
+void sampling_finish(const Sampling& args, int64_t t, SoftmaxPart* parts, Worker& worker) {
+  const SamplingRow& parameters = args.rows[t];
+  const int64_t vocab = args.logits.size(1), blocks = softmax_blocks(vocab);
+  const Row row{.logits = args.logits.row(t),
+                .vocab = vocab,
+                .softmax = merge_softmax(parts, blocks, inverse_temperature(parameters))};
+  int32_t token = -1;
+  bool truncated = false;
+  if (row.softmax.log_sum != row.softmax.log_sum) {
+    args.logprob.f32()[t] = row.softmax.log_sum;
+  } else {
+    if (parameters.temperature == 0.0f) {
+      truncated = true;
+      token = argmax(row, parts);
+    } else {
+      const bool ranked = parameters.top_k > 0 || parameters.top_p < 1.0f;
+      double* masses = worker.scratch<double>(blocks);
+      Filter filter;
+      if (ranked) {
+        Histogram histogram{.mass = worker.scratch<double>(kBuckets + 1),
+                            .count = worker.scratch<int32_t>(kBuckets + 1),
+                            .found = worker.scratch<Candidate>(vocab)};
+        filter = rank_filter(row, parameters, histogram);
+      }
+      filter.mass_min = parameters.min_p;
+      for (int64_t b = 0; b < blocks; ++b) {
+        masses[b] = ranked || parameters.min_p > 0.0f ? filtered_block(row, filter, b, truncated)
+                                                      : unfiltered_block(parts[b]);
+      }
+      token = draw(row, filter, masses, uniform_at(parameters.seed, parameters.counter));
+    }
+    args.logprob.f32()[t] = row.softmax.logprob(row.logits[token]);
+  }
+  args.tokens.i32()[t] = token;
+  args.truncated.i32()[t] = truncated ? 1 : 0;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace slipstream::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace slipstream::kernels {
+
+HWY_EXPORT(sampling_part);
+HWY_EXPORT(sampling_finish);
+
+void launch(const Sampling& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  const int64_t rows = args.logits.size(0), blocks = softmax_blocks(args.logits.size(1));
+  if (rows * blocks <= kSoftmaxPartsOnStack) {  // few rows: their blocks are shared out, not the rows
+    SoftmaxPart parts[kSoftmaxPartsOnStack];
+    stream.parallel_for(rows * blocks, /*grain=*/4, [&](int64_t begin, int64_t end, Worker&) {
+      for (int64_t i = begin; i < end; ++i) {
+        parts[i] = HWY_DYNAMIC_DISPATCH(sampling_part)(args, i / blocks, i % blocks);
+      }
+    });
+    stream.parallel_for(rows, /*grain=*/1, [&](int64_t t, int64_t, Worker& worker) {
+      HWY_DYNAMIC_DISPATCH(sampling_finish)(args, t, parts + t * blocks, worker);
+    });
+    return;
+  }
+  stream.parallel_for(rows, /*grain=*/1, [&](int64_t t, int64_t, Worker& worker) {
+    SoftmaxPart* parts = worker.scratch<SoftmaxPart>(blocks);
+    for (int64_t b = 0; b < blocks; ++b) parts[b] = HWY_DYNAMIC_DISPATCH(sampling_part)(args, t, b);
+    HWY_DYNAMIC_DISPATCH(sampling_finish)(args, t, parts, worker);
+  });
+}
+
+}  // namespace slipstream::kernels
+#endif  // HWY_ONCE
