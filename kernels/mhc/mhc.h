@@ -1,5 +1,6 @@
-// mHC: n residual streams, mixed around each sublayer by matrices that are pushed towards doubly stochastic ones
-// (Sinkhorn). Manifold-constrained hyper-connections 2025, arXiv:2512.24880; model-spec section 7. n <= 8.
+// mHC: n residual streams, mixed around each sublayer by matrices that are pushed towards doubly stochastic
+// ones (Sinkhorn). Manifold-constrained hyper-connections 2025, arXiv:2512.24880; model-spec section 7.
+// n is 1..8.
 #pragma once
 
 #include "kernels/stream.h"
@@ -7,42 +8,43 @@
 
 namespace slipstream::kernels {
 
-// With r = 1 / sqrt(mean(flatten(X)^2) + norm_eps) and z = zr r, split as pre n | post n | comb n^2 (row-major):
+// With r = 1 / sqrt(mean(flatten(X)^2) + norm_eps) and z = zr r, split as pre n | post n | comb n^2 by rows:
 //   pre  = sigmoid(z_pre scale0 + base_pre) + eps;   post = 2 sigmoid(z_post scale1 + base_post)
-//   C    = softmax over each row of (z_comb scale2 + base_comb), + eps; columns divided by (their sum + eps); then
-//          (iterations - 1) times: rows, then columns, divided by (their sum + eps)
+//   C    = softmax over each row of (z_comb scale2 + base_comb), + eps; columns divided by (their sum + eps);
+//          then (iterations - 1) times: rows, then columns, divided by (their sum + eps)
 //   u    = sum over i, ascending, of pre_i X_i
 struct MhcMix {
-  Tensor x;         // in   [T, n, H] f32, dense: the streams
-  Tensor zr;        // in   [T, (2+n)n] f32: fn · flatten(X), before the norm (a row scalar, so it commutes with fn)
-  Tensor base;      // in   [(2+n)n] f32
-  Tensor scale;     // in   [3] f32
-  float norm_eps;   // rms_norm_eps
-  float eps;        // hc_eps
+  Tensor x;            // in   [T, n, H] f32: the streams
+  Tensor zr;           // in   [T, (2+n)n] f32: fn · flatten(X); the norm, a row scalar, commutes with fn
+  Tensor base;         // in   [(2+n)n] f32
+  Tensor scale;        // in   [3] f32
+  float norm_eps;      // rms_norm_eps; > 0
+  float eps;           // hc_eps; > 0: it keeps the divisions of the iterations away from 0 / 0
   int64_t iterations;  // hc_sinkhorn_iters >= 1
-  Tensor inv_rms;   // out  [T] f32, r
-  Tensor post;      // out  [T, n] f32
-  Tensor comb;      // out  [T, n, n] f32, C
-  Tensor u;         // out  [T, H] f32, the sublayer's input before its norm
+  Tensor inv_rms;      // out  [T] f32, r
+  Tensor post;         // out  [T, n] f32
+  Tensor comb;         // out  [T, n, n] f32, C
+  Tensor u;            // out  [T, H] f32, the sublayer's input before its norm
 };
 
-// Gradients of u, post and comb back to the streams and to zr (the caller then adds dzr · fn to dx and dzrᵀ · X to dfn).
+// Gradients of u, post and comb back to the streams and to zr (the caller then adds dzr · fn to dx and
+// dzrᵀ · X to dfn). dbase and dscale are summed over ascending tokens.
 struct MhcMixBackward {
-  Tensor x;         // in   [T, n, H] f32
-  Tensor zr;        // in   [T, (2+n)n] f32
-  Tensor base;      // in   [(2+n)n] f32
-  Tensor scale;     // in   [3] f32
+  Tensor x;      // in   [T, n, H] f32
+  Tensor zr;     // in   [T, (2+n)n] f32
+  Tensor base;   // in   [(2+n)n] f32
+  Tensor scale;  // in   [3] f32
   float norm_eps;
   float eps;
   int64_t iterations;
-  Tensor inv_rms;   // in   [T] f32
-  Tensor du;        // in   [T, H] f32
-  Tensor dpost;     // in   [T, n] f32
-  Tensor dcomb;     // in   [T, n, n] f32
-  Tensor dx;        // in/out [T, n, H] f32, added to
-  Tensor dzr;       // out  [T, (2+n)n] f32
-  Tensor dbase;     // in/out [(2+n)n] f32, added to
-  Tensor dscale;    // in/out [3] f32, added to
+  Tensor inv_rms;  // in   [T] f32
+  Tensor du;       // in   [T, H] f32
+  Tensor dpost;    // in   [T, n] f32
+  Tensor dcomb;    // in   [T, n, n] f32
+  Tensor dx;       // in/out [T, n, H] f32, added to
+  Tensor dzr;      // out  [T, (2+n)n] f32
+  Tensor dbase;    // in/out [(2+n)n] f32, added to
+  Tensor dscale;   // in/out [3] f32, added to
 };
 
 // out_j = post_j y + sum over i, ascending, of C_ij X_i
