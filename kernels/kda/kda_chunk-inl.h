@@ -175,23 +175,8 @@ HWY_INLINE void state_products(const ChunkRows& rows, int64_t begin, int64_t end
                to + kKdaChunk * ldx, ldx, false);
     return;
   }
-  // Decode: k and q share one pass over the state, as wide as the registers allow.
-  constexpr int kWide = kLanesParts == 1 ? 8 : 2;
-  const LeftFactor both{keys, half, 1};
-  const auto tile = [&](auto vectors, int64_t column, int64_t tail) HWY_ATTR {
-    block_gemm_tile<2, decltype(vectors)::value>(rows.dk, both, state + column, state_stride, to + column,
-                                                 kKdaChunk * ldx, tail, false);
-  };
-  int64_t column = 0;
-  for (; column + kWide * kLanes <= dv; column += kWide * kLanes) {
-    tile(std::integral_constant<int, kWide>(), column, kLanes);
-  }
-  for (; column + kWide / 2 * kLanes <= dv; column += kWide / 2 * kLanes) {
-    tile(std::integral_constant<int, kWide / 2>(), column, kLanes);
-  }
-  for (; column < dv; column += kLanes) {
-    tile(std::integral_constant<int, 1>(), column, std::min(kLanes, dv - column));
-  }
+  // Decode: k and q share one pass over the state.
+  block_gemm(2, dv, rows.dk, LeftFactor{keys, half, 1}, state, state_stride, to, kKdaChunk * ldx, false);
 }
 
 // S <- Diag(P_15) S + sum_j (k_j E_15,j) u_jᵀ, each element a chain over ascending j. `fresh`: S counts as
