@@ -61,19 +61,11 @@ HWY_INLINE void store_across(const Lanes& x, float* p, int64_t token_stride, int
   for (int64_t t = 0; t < count; ++t) p[t * token_stride] = values[t];
 }
 
-<<<<<<< HEAD
-// sigmoid(z scale + base) of pre and post: lanes 0..N-1 and N..2N-1 of one vector.
-template <int N>
-class Gates {
- public:
-  Gates(const float* base, const float* scale) {
-=======
 // The logits z scale + base of pre and post: lanes 0..N-1 and N..2N-1 of one vector.
 template <int N>
 class GateLogits {
  public:
   GateLogits(const float* base, const float* scale) {
->>>>>>> wt-moe
     float lanes[kLanes] = {};
     std::fill(lanes, lanes + N, scale[0]);
     std::fill(lanes + N, lanes + 2 * N, scale[1]);
@@ -81,11 +73,7 @@ class GateLogits {
     base_ = load_first(base, 2 * N);
   }
   HWY_INLINE Lanes operator()(const float* zr, float inv_rms) const {
-<<<<<<< HEAD
-    return sigmoid(fma(mul(load_first(zr, 2 * N), broadcast(inv_rms)), scale_, base_));
-=======
     return fma(mul(load_first(zr, 2 * N), broadcast(inv_rms)), scale_, base_);
->>>>>>> wt-moe
   }
 
  private:
@@ -129,21 +117,13 @@ HWY_INLINE float inverse_rms(const TokenRows<N>& x, int64_t width, float eps) {
 template <int N>
 void mix_streams(const MhcMix& args, int64_t begin, int64_t end) {
   const int64_t width = args.x.size(2);
-<<<<<<< HEAD
-  const Gates<N> gates_of(args.base.f32(), args.scale.f32());
-=======
   const GateLogits<N> gate_logits(args.base.f32(), args.scale.f32());
->>>>>>> wt-moe
   for (int64_t t = begin; t < end; ++t) {
     const TokenRows<N> x(args.x, t);
     const float inv_rms = inverse_rms<N>(x, width, args.norm_eps);
     args.inv_rms.f32()[t] = inv_rms;
     float gates[kLanes];
-<<<<<<< HEAD
-    store(gates_of(args.zr.row(t), inv_rms), gates);
-=======
     store(sigmoid(gate_logits(args.zr.row(t), inv_rms)), gates);
->>>>>>> wt-moe
     Lanes pre[N];
     float* post = args.post.row(t);
     for (int i = 0; i < N; ++i) {
@@ -214,11 +194,7 @@ template <int N>
 void mix_streams_backward(const MhcMixBackward& args, int64_t begin, int64_t end) {
   constexpr int64_t kColumns = (2 + N) * N;
   const int64_t width = args.x.size(2);
-<<<<<<< HEAD
-  const Gates<N> gates_of(args.base.f32(), args.scale.f32());
-=======
   const GateLogits<N> gate_logits(args.base.f32(), args.scale.f32());
->>>>>>> wt-moe
   float scales[kColumns];
   fill_column_scales<N>(args.scale.f32(), scales);
   for (int64_t t = begin; t < end; ++t) {
@@ -233,24 +209,16 @@ void mix_streams_backward(const MhcMixBackward& args, int64_t begin, int64_t end
 
     const float inv_rms = args.inv_rms.f32()[t];
     const float* zr = args.zr.row(t);
-<<<<<<< HEAD
-    const Lanes gates = gates_of(zr, inv_rms);
-=======
     const Lanes logits = gate_logits(zr, inv_rms);
     const Lanes gates = sigmoid(logits);
     const Lanes complements = sigmoid(sub(zero_lanes(), logits));  // 1 - gates would cancel
->>>>>>> wt-moe
     float dgates[kLanes] = {};
     for (int i = 0; i < N; ++i) {
       dgates[i] = sum_lanes(dpre[i]);
       dgates[N + i] = 2.0f * args.dpost.row(t)[i];
     }
     float* dlogits = args.dzr.row(t);
-<<<<<<< HEAD
-    store_first(mul(load(dgates), mul(gates, sub(broadcast(1.0f), gates))), dlogits, 2 * N);
-=======
     store_first(mul(load(dgates), mul(gates, complements)), dlogits, 2 * N);
->>>>>>> wt-moe
 
     Lanes dinv_rms = zero_lanes();
     for_lanes(kColumns, [&](int64_t e, auto chunk) HWY_ATTR {

@@ -235,12 +235,8 @@ TEST(MhcTest, OneIterationAndMany) {
 
 TEST(MhcTest, CombIsDoublyStochastic) {
   TensorPool pool(5);
-<<<<<<< HEAD
-  const MhcMix args = random_mix(pool, {50, 4, 32});
-=======
   MhcMix args = random_mix(pool, {50, 4, 32});
   args.iterations = 500;
->>>>>>> wt-moe
   launch(args, test_stream());
   for (int64_t t = 0; t < 50; ++t) {
     const float* comb = args.comb.row(t);
