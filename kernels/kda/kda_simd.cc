@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "hwy/foreach_target.h"
+#include "kernels/kda/kda_backward-inl.h"
 #include "kernels/kda/kda_forward-inl.h"
 
 #if HWY_ONCE
@@ -12,6 +13,7 @@ namespace slipstream::kernels {
 
 HWY_EXPORT(kda_forward_items);
 HWY_EXPORT(kda_recurrent_items);
+HWY_EXPORT(kda_backward_items);
 
 namespace {
 
@@ -27,6 +29,14 @@ void launch(const Kda& args, Stream& stream) {
   stream.parallel_for(sequences * args.q.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(kda_forward_items)(args, begin, end, worker);
   });
+}
+
+void launch(const KdaBackward& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  stream.parallel_for(args.sequences.count() * args.q.size(1), 1,
+                      [&](int64_t begin, int64_t end, Worker& worker) {
+                        HWY_DYNAMIC_DISPATCH(kda_backward_items)(args, begin, end, worker);
+                      });
 }
 
 void launch(const KdaRecurrent& args, Stream& stream) {

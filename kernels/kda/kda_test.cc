@@ -196,6 +196,55 @@ INSTANTIATE_TEST_SUITE_P(
                                          Shape{1, 33, 130}, Shape{1, 128, 128}),
                        ::testing::Values(Decays::kTypical, Decays::kStrong, Decays::kNone, Decays::kMixed)));
 
+KdaBackward backward_of(TensorPool& pool, const Kda& forward) {
+  const int64_t tokens = forward.q.size(0), heads = forward.q.size(1), dk = forward.q.size(2),
+                dv = forward.v.size(2);
+  return {.q = forward.q,
+          .k = forward.k,
+          .log_decay = forward.log_decay,
+          .beta = forward.beta,
+          .sequences = forward.sequences,
+          .span_states = forward.span_states,
+          .r = forward.r,
+          .d_o = pool.random(DType::kF32, {tokens, heads, dv}),
+          .dq = pool.output(DType::kF32, {tokens, heads, dk}),
+          .dk = pool.output(DType::kF32, {tokens, heads, dk}),
+          .dlog_decay = pool.output(DType::kF32, {tokens, heads, dk}),
+          .dv = pool.output(DType::kF32, {tokens, heads, dv}),
+          .dbeta = pool.output(DType::kF32, {tokens, heads})};
+}
+
+KdaBackward with_fresh_outputs(TensorPool& pool, KdaBackward args) {
+  for (Tensor* t : {&args.dq, &args.dk, &args.dlog_decay, &args.dv}) {
+    *t = pool.output(DType::kF32, {t->size(0), t->size(1), t->size(2)});
+  }
+  args.dbeta = pool.output(DType::kF32, {args.beta.size(0), args.beta.size(1)});
+  return args;
+}
+
+TEST_P(KdaTest, BackwardEqualsTheRecurrenceRunBackwards) {
+  const auto [shape, decays] = GetParam();
+  TensorPool pool(9);
+  const Kda forward = with_outputs_for_backward(
+      pool, random_args(pool, sequences_of(pool, {150, 0, 1, 16, 64, 33}), shape, decays));
+  for (int64_t t = 0; t < 264; t += 5) forward.beta.row(t)[0] = 0.0f;  // r cannot be found from u here
+  launch(forward, test_stream());
+  const KdaBackward args = backward_of(pool, forward);
+  const KdaBackward expected = with_fresh_outputs(pool, args);
+  launch(args, test_stream());
+  reference(expected);
+  const auto expect_close = [](const Tensor& actual, const Tensor& wanted) {
+    EXPECT_LE(testing::relative_error(actual, wanted), 1e-5);
+    testing::expect_near(actual, wanted, 1e-5f);
+  };
+  expect_close(args.dq, expected.dq);
+  expect_close(args.dk, expected.dk);
+  expect_close(args.dv, expected.dv);
+  expect_close(args.dbeta, expected.dbeta);
+  expect_close(args.dlog_decay, expected.dlog_decay);
+  pool.expect_fences_intact();
+}
+
 class KdaCutTest : public ::testing::TestWithParam<Shape> {};
 
 TEST_P(KdaCutTest, AnyCutGivesTheSameBits) {
@@ -278,6 +327,30 @@ TEST_P(KdaCutTest, SequenceIgnoresItsBatch) {
   pool.expect_fences_intact();
 }
 
+TEST_P(KdaCutTest, BackwardOfASequenceIgnoresItsBatch) {
+  const Shape shape = GetParam();
+  TensorPool pool(10);
+  const Kda forward = with_outputs_for_backward(
+      pool, random_args(pool, sequences_of(pool, {70, 5, 129}), shape, Decays::kTypical));
+  launch(forward, test_stream());
+  const KdaBackward batch = backward_of(pool, forward);
+  launch(batch, test_stream());
+  Kda alone = forward;
+  for (Tensor* t : {&alone.q, &alone.k, &alone.v, &alone.log_decay, &alone.beta, &alone.r, &alone.o}) {
+    *t = t->slice(0, 75, 204);
+  }
+  alone.sequences = sequences_of(pool, {129});
+  alone.span_states = forward.span_states.slice(0, 3, 6);
+  KdaBackward args = backward_of(pool, alone);
+  args.d_o = batch.d_o.slice(0, 75, 204);
+  launch(args, testing::single_thread_stream());
+  testing::expect_same_bits(args.dq, batch.dq.slice(0, 75, 204));
+  testing::expect_same_bits(args.dk, batch.dk.slice(0, 75, 204));
+  testing::expect_same_bits(args.dv, batch.dv.slice(0, 75, 204));
+  testing::expect_same_bits(args.dlog_decay, batch.dlog_decay.slice(0, 75, 204));
+  testing::expect_same_bits(args.dbeta, batch.dbeta.slice(0, 75, 204));
+}
+
 TEST_P(KdaCutTest, EarlierRowsIgnoreLaterOnes) {
   const Shape shape = GetParam();
   TensorPool pool(6);
@@ -296,6 +369,29 @@ TEST_P(KdaCutTest, EarlierRowsIgnoreLaterOnes) {
 INSTANTIATE_TEST_SUITE_P(Shapes, KdaCutTest,
                          ::testing::Values(Shape{2, 8, 8}, Shape{2, 24, 40}, Shape{3, 64, 64},
                                            Shape{1, 128, 208}));
+
+// Two chunks and a piece, so that gradients pass through the state, the fold and the pairs of a chunk.
+TEST(KdaGradientTest, BackwardIsTheDerivative) {
+  TensorPool pool(11);
+  const Shape shape{1, 5, 6};
+  Kda forward = random_args(pool, sequences_of(pool, {35, 2}), shape, Decays::kTypical);
+  forward.q = pool.copy(forward.q);
+  forward.k = pool.copy(forward.k);
+  forward.v = pool.copy(forward.v);
+  forward = with_outputs_for_backward(pool, forward);
+  launch(forward, test_stream());
+  const KdaBackward args = backward_of(pool, forward);
+  launch(args, test_stream());
+  const auto loss = [&] {
+    launch(forward, test_stream());
+    return testing::dot(forward.o, args.d_o);
+  };
+  testing::expect_gradient(loss, forward.q, args.dq);
+  testing::expect_gradient(loss, forward.k, args.dk, 5e-3);
+  testing::expect_gradient(loss, forward.v, args.dv);
+  testing::expect_gradient(loss, forward.log_decay, args.dlog_decay, 5e-3);
+  testing::expect_gradient(loss, forward.beta, args.dbeta);
+}
 
 TEST(KdaEmptyTest, NoRowsAndNoSequences) {
   TensorPool pool(7);
