@@ -97,8 +97,8 @@ class Index : public StrictJson {
 
  protected:
   bool unexpected(std::string_view found) override {
-    return refuse(absl::StrCat(place_ == Place::kFile ? printable(tensor_) : "index", ": ", printable(found),
-                               ", expected ", expected()));
+    return refuse(absl::StrCat(place_ == Place::kFile ? printable(tensor_) : "index", ": ",
+                               std::string(found), ", expected ", expected()));
   }
 
  private:

@@ -28,6 +28,13 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// c0 + x c1 + x^2 c2 + ...
+constexpr double horner(double, double c0) { return c0; }
+template <class... Rest>
+constexpr double horner(double x, double c0, double c1, Rest... rest) {
+  return c0 + x * horner(x, c1, rest...);
+}
+
 // The library's log and cos round differently from one machine to the next; these are plain IEEE operations.
 // Their errors, below 1e-11, vanish in the rounding to fp32.
 double natural_log(double x) {  // x > 0 and normal
@@ -40,8 +47,7 @@ double natural_log(double x) {  // x > 0 and normal
   exponent = above ? exponent + 1.0 : exponent;
   const double s = (mantissa - 1.0) / (mantissa + 1.0);  // log m = 2 atanh(s), |s| < 0.172
   const double s2 = s * s;
-  double series = 1.0 / 13;
-  for (const int n : {11, 9, 7, 5, 3, 1}) series = series * s2 + 1.0 / n;
+  const double series = horner(s2, 1.0, 1.0 / 3, 1.0 / 5, 1.0 / 7, 1.0 / 9, 1.0 / 11, 1.0 / 13);
   return exponent * kLog2 + 2.0 * s * series;
 }
 
@@ -50,8 +56,9 @@ double cos_turns(double turns) {  // cos(2 pi turns), turns in [0, 1)
   // cos(2 pi t) = sin(pi (2 |t - 1/2| - 1/2)), whose argument is within a quarter turn.
   const double angle = kPi * (2.0 * std::abs(turns - 0.5) - 0.5);
   const double a2 = angle * angle;
-  double series = 1.0;
-  for (const int n : {15, 13, 11, 9, 7, 5, 3}) series = 1.0 - series * a2 / (n * (n - 1));
+  constexpr double k3 = 6, k5 = k3 * 20, k7 = k5 * 42, k9 = k7 * 72, k11 = k9 * 110, k13 = k11 * 156,
+                   k15 = k13 * 210;
+  const double series = horner(a2, 1.0, -1 / k3, 1 / k5, -1 / k7, 1 / k9, -1 / k11, 1 / k13, -1 / k15);
   return angle * series;
 }
 

@@ -113,7 +113,7 @@ class Header : public StrictJson {
 
  protected:
   bool unexpected(std::string_view found) override {
-    return refuse(absl::StrCat(printable(where()), ": ", printable(found), ", expected ", expected()));
+    return refuse(absl::StrCat(printable(where()), ": ", std::string(found), ", expected ", expected()));
   }
 
  private:

@@ -3,8 +3,8 @@
 #include <bit>
 #include <cstring>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "kernels/bf16.h"
 
@@ -117,9 +117,15 @@ std::string describe_shape(absl::Span<const int64_t> shape) {
 
 std::string printable(std::string_view name) {
   constexpr size_t kBytesMax = 200;
-  // Utf8SafeCHexEscape passes bytes >= 0x80 through; a cut inside a character is as harmless as a broken one.
-  std::string text =
-      absl::Utf8SafeCHexEscape(absl::string_view(name.data(), std::min(name.size(), kBytesMax)));
+  std::string text;
+  for (const char c : name.substr(0, kBytesMax)) {
+    const int byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) {
+      absl::StrAppendFormat(&text, "\\x%02x", byte);
+    } else {
+      text += c;
+    }
+  }
   if (name.size() > kBytesMax) text += "...";
   return text;
 }

@@ -41,7 +41,7 @@ std::optional<StoredDType> parse_stored_dtype(std::string_view name);
 StoredDType stored_as(kernels::DType dtype);  // the stored type with the same bits
 
 std::string describe_shape(absl::Span<const int64_t> shape);  // "[3, 64]"; "[]" is a scalar
-std::string printable(std::string_view name);  // escaped and cut to 200 bytes, for error messages
+std::string printable(std::string_view name);  // for messages: control bytes as \x0a, at most 200 bytes
 
 // The conversions that exist: F32, BF16, F16 -> f32, bf16; and I32 -> i32, F8_E4M3 -> f8_e4m3 (bytes copied).
 bool can_convert(StoredDType from, kernels::DType to);
