@@ -201,8 +201,9 @@ TEST_P(SparseMlaShapes, BackwardEqualsReference) {
   const SparseMlaBackward expected = outputs(args), one_thread = outputs(args);
   launch(args, test_stream());
   reference(expected);
+  // p carries the rounding of scores up to 10 (1e-6), and a key's gradient adds up to 10,000 such terms.
   testing::expect_near(args.dq, expected.dq, 4e-6f);
-  testing::expect_near(args.dkeys, expected.dkeys, 4e-6f);
+  testing::expect_near(args.dkeys, expected.dkeys, 1e-5f);
   launch(one_thread, single_thread_stream());
   expect_same_bits(args.dq, one_thread.dq);
   expect_same_bits(args.dkeys, one_thread.dkeys);
