@@ -248,7 +248,8 @@ TEST(SparseMlaTest, CutsDoNotChangeBits) {
   }
 }
 
-// A long decode step is large enough to be split over threads by keys, rows and columns.
+// Decode steps long enough to be split over threads by keys, rows and columns, and over several softmax
+// blocks.
 TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
   TensorPool pool(4);
   const World world(pool, {8, 64, 16}, {2500}, 0, DType::kF32);
@@ -261,6 +262,10 @@ TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
     expect_same_bits(decode.o, prefill.o.slice(0, 19, 20));
     expect_same_bits(decode.lse, prefill.lse.slice(0, 19, 20));
   }
+  const SparseMla expected = make_call(pool, world, last, 2);
+  reference(expected);
+  testing::expect_near(prefill.o.slice(0, 19, 20), expected.o, testing::tolerance(DType::kF32));
+  testing::expect_near(prefill.lse.slice(0, 19, 20), expected.lse, testing::tolerance(DType::kF32));
 }
 
 TEST(SparseMlaTest, ExplicitPrefixHasTheBitsOfAbsentIndices) {
