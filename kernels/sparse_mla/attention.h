@@ -13,6 +13,9 @@
 
 namespace slipstream::kernels {
 
+// Entries of a key list that are scored and summed at a time; part of the definition of the order above.
+constexpr int64_t kAttentionBlock = 512;
+
 struct Attention {
   Tensor q;             // in   [T, h, key_width] f32; head j uses key/value head j / (h / kv_heads)
   PagedRows keys;       // in   key head g is columns [g * key_width, (g + 1) * key_width) of a row

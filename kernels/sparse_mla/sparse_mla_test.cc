@@ -201,8 +201,9 @@ TEST_P(SparseMlaShapes, BackwardEqualsReference) {
   const SparseMlaBackward expected = outputs(args), one_thread = outputs(args);
   launch(args, test_stream());
   reference(expected);
+  // p carries the rounding of scores up to 10 (1e-6), and a key's gradient adds up to 10,000 such terms.
   testing::expect_near(args.dq, expected.dq, 4e-6f);
-  testing::expect_near(args.dkeys, expected.dkeys, 4e-6f);
+  testing::expect_near(args.dkeys, expected.dkeys, 1e-5f);
   launch(one_thread, single_thread_stream());
   expect_same_bits(args.dq, one_thread.dq);
   expect_same_bits(args.dkeys, one_thread.dkeys);
@@ -247,7 +248,8 @@ TEST(SparseMlaTest, CutsDoNotChangeBits) {
   }
 }
 
-// A long decode step is large enough to be split over threads by keys, rows and columns.
+// Decode steps long enough to be split over threads by keys, rows and columns, and over several softmax
+// blocks.
 TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
   TensorPool pool(4);
   const World world(pool, {8, 64, 16}, {2500}, 0, DType::kF32);
@@ -260,6 +262,10 @@ TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
     expect_same_bits(decode.o, prefill.o.slice(0, 19, 20));
     expect_same_bits(decode.lse, prefill.lse.slice(0, 19, 20));
   }
+  const SparseMla expected = make_call(pool, world, last, 2);
+  reference(expected);
+  testing::expect_near(prefill.o.slice(0, 19, 20), expected.o, testing::tolerance(DType::kF32));
+  testing::expect_near(prefill.lse.slice(0, 19, 20), expected.lse, testing::tolerance(DType::kF32));
 }
 
 TEST(SparseMlaTest, ExplicitPrefixHasTheBitsOfAbsentIndices) {
