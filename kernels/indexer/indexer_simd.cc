@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"
 #include "kernels/indexer/scores-inl.h"
 #include "kernels/indexer/select_plan.h"
@@ -65,24 +66,46 @@ void write_selection(const IndexerSelect& args, int64_t b, int64_t t, const int3
   std::fill(out, begin + args.indices.size(1), -1);
 }
 
+// A query with what the inner loops need of it.
+struct TileQuery {
+  QueryHeads heads;
+  const float* weights;
+  int64_t candidates;
+};
+
 template <class T>
 void score_unit(const IndexerSelect& args, const SelectUnit& unit, int64_t k, RunningTopK* top,
                 Worker& worker) {
-  const int64_t b = unit.sequence, width = args.q.size(2);
+  const int64_t b = unit.sequence, width = args.q.size(2), key_stride = args.keys.pool.stride(1);
+  TileQuery queries[kTileQueries];
+  const int64_t count = unit.end - unit.begin;
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t t = unit.begin + i;
+    queries[i] = {
+        .heads = heads_of(args, t), .weights = args.weights.row(t), .candidates = candidates_of(args, b, t)};
+  }
   float* panels = worker.scratch<float>(kBlockKeys * width);
   const T* rows[kBlockKeys];
   float scores[kBlockKeys];
-  int64_t first_scored = unit.begin;  // candidates grow with t, so the queries to score are the last ones
-  while (candidates_of(args, b, first_scored) <= k) ++first_scored;
+  int64_t first = 0;  // candidates grow with t, so the queries to score are the last ones
+  while (queries[first].candidates <= k) ++first;
   for (int64_t row = unit.first_row; row < unit.end_row; row += kBlockKeys) {
-    const int64_t count = std::min(kBlockKeys, unit.end_row - row);
-    const T* first = row_pointer<T>(args.keys, b, row);
-    for (int64_t i = 0; i < count; ++i) rows[i] = first + i * args.keys.pool.stride(1);
-    pack_panels(rows, count, kBlockKeys / kLanes, width, panels);
-    while (candidates_of(args, b, first_scored) <= row) ++first_scored;
-    for (int64_t t = first_scored; t < unit.end; ++t) {
-      score_pair(heads_of(args, t), args.weights.row(t), panels, scores);
-      push(top[t - unit.begin], k, scores, row, std::min(count, candidates_of(args, b, t) - row));
+    const int64_t present = std::min(kBlockKeys, unit.end_row - row);
+    const T* keys = row_pointer<T>(args.keys, b, row);
+    for (int64_t i = 0; i < present; ++i) rows[i] = keys + i * key_stride;
+    pack_panels(rows, present, kBlockKeys / kLanes, width, panels);
+    while (queries[first].candidates <= row) ++first;
+    // The next block's cache lines are asked for while this one is scored, a share with each query: the
+    // packing reads sixteen rows side by side, which the hardware does not foresee.
+    const T* next = row_pointer<T>(args.keys, b, std::min(row + kBlockKeys, unit.end_row - 1));
+    const int64_t share = (kBlockKeys + count - first - 1) / (count - first);
+    for (int64_t i = first; i < count; ++i) {
+      for (int64_t r = (i - first) * share; r < std::min((i - first + 1) * share, kBlockKeys); ++r) {
+        for (int64_t c = 0; c < width; c += kLine) hwy::Prefetch(next + r * key_stride + c);
+      }
+      score_pair(queries[i].heads, queries[i].weights, panels, scores);
+      push(top[i], k, scores, row, std::min(present, queries[i].candidates - row));
     }
   }
 }

@@ -47,9 +47,18 @@ struct RunningTopK {
   int64_t count = 0;       // kept so far
   int32_t floor = kNoKey;  // keys up to here can no longer be among the best
 
-  // Room to double before settling; one vector more, because compressing stores write whole vectors.
+  // Room to double before settling; one vector more, because keep() writes whole vectors.
   static int64_t capacity(int64_t k) { return 2 * k + kPushMax + kLanes; }
 };
+
+// Writes the chosen lanes at `at` and returns how many they are. Whole vectors are stored, rubbish after the
+// chosen lanes included: a masked store of compressed lanes takes three times as long.
+HWY_INLINE int64_t keep(KeysVec key, KeysVec row, hn::Mask<KeysTag> stays, RunningTopK& top, int64_t at) {
+  const KeysTag d;
+  hn::StoreU(hn::Compress(key, stays), d, top.keys + at);
+  hn::StoreU(hn::Compress(row, stays), d, top.rows + at);
+  return static_cast<int64_t>(hn::CountTrue(d, stays));
+}
 
 // Keys above `than` among keys[0, count); the vector after them is kNoKey.
 HWY_INLINE int64_t count_above(const int32_t* keys, int64_t count, int32_t than) {
@@ -73,16 +82,26 @@ inline int32_t cut_of(const int32_t* keys, int64_t count, int64_t k) {
     least = hn::IfThenElse(hn::Eq(v, hn::Set(d, kNoKey)), least, hn::Min(least, v));
     most = hn::Max(most, v);
   }
+  // low <= v < end; at_low and at_end keys are at least low and end. Every other guess is interpolated, which
+  // needs a few passes where the keys are spread evenly; those between halve the range whatever the keys are.
   int64_t low = hn::GetLane(hn::MinOfLanes(d, least)),
-          high = hn::GetLane(hn::MaxOfLanes(d, most));  // low <= v <= high
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
-    const int64_t at_least = count_above(keys, count, static_cast<int32_t>(middle - 1));
-    if (at_least == k) return static_cast<int32_t>(middle);
-    if (at_least > k) {
-      low = middle;
+          end = int64_t{hn::GetLane(hn::MaxOfLanes(d, most))} + 1;
+  int64_t at_low = count, at_end = 0;
+  for (bool interpolate = true; end - low > 1; interpolate = !interpolate) {
+    int64_t guess = low + (end - low) / 2;
+    if (interpolate) {
+      const double share = static_cast<double>(k - at_end) / static_cast<double>(at_low - at_end);
+      guess = end - static_cast<int64_t>(share * static_cast<double>(end - low));
+      guess = std::clamp(guess, low + 1, end - 1);
+    }
+    const int64_t at_guess = count_above(keys, count, static_cast<int32_t>(guess - 1));
+    if (at_guess == k) return static_cast<int32_t>(guess);
+    if (at_guess > k) {
+      low = guess;
+      at_low = at_guess;
     } else {
-      high = middle - 1;
+      end = guess;
+      at_end = at_guess;
     }
   }
   return static_cast<int32_t>(low);
@@ -116,24 +135,33 @@ inline void settle(RunningTopK& top, int64_t k) {
         stays = hn::Or(above, hn::And(equal, before));
       }
     }
-    hn::CompressStore(row, stays, d, top.rows + kept);
-    kept += static_cast<int64_t>(hn::CompressStore(key, stays, d, top.keys + kept));
+    kept += keep(key, row, stays, top, kept);
   }
   top.count = kept;
   top.floor = cut;
 }
 
-// Scores of rows first .. first+n-1 (n <= kPushMax), later than all rows so far. scores[] is read in whole
-// vectors.
+// Scores of rows first .. first+n-1 (n <= kPushMax), later than all rows so far; scores[kPushMax] is read
+// whole.
 HWY_INLINE void push(RunningTopK& top, int64_t k, const float* scores, int64_t first, int64_t n) {
+  constexpr int64_t kVectors = kPushMax / kLanesPartSize;
   const KeysTag d;
   if (top.count + kPushMax + kLanes > RunningTopK::capacity(k)) settle(top, k);
-  for (int64_t i = 0; i < n; i += kLanesPartSize) {
-    const KeysVec key = order_keys(hn::LoadU(LanesTag(), scores + i));
-    const auto stays = hn::And(hn::Gt(key, hn::Set(d, top.floor)), hn::FirstN(d, static_cast<size_t>(n - i)));
-    if (hn::AllFalse(d, stays)) continue;
-    hn::CompressStore(hn::Iota(d, static_cast<int32_t>(first + i)), stays, d, top.rows + top.count);
-    top.count += static_cast<int64_t>(hn::CompressStore(key, stays, d, top.keys + top.count));
+  // All comparisons first: most pushes of a long stream keep nothing, and one branch a push is predicted
+  // better.
+  KeysVec key[kVectors];
+  hn::Mask<KeysTag> stays[kVectors];
+  bool none = true;
+  for (int64_t i = 0; i < kVectors; ++i) {
+    key[i] = order_keys(hn::LoadU(LanesTag(), scores + i * kLanesPartSize));
+    const int64_t own = std::clamp<int64_t>(n - i * kLanesPartSize, 0, kLanesPartSize);
+    stays[i] = hn::And(hn::Gt(key[i], hn::Set(d, top.floor)), hn::FirstN(d, static_cast<size_t>(own)));
+    none = none && hn::AllFalse(d, stays[i]);
+  }
+  if (none) return;
+  for (int64_t i = 0; i < kVectors; ++i) {
+    const KeysVec row = hn::Iota(d, static_cast<int32_t>(first + i * kLanesPartSize));
+    top.count += keep(key[i], row, stays[i], top, top.count);
   }
 }
 
