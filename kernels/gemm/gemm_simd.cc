@@ -195,6 +195,7 @@ void launch(const Gemm& args, Stream& stream) {
         product.b = static_cast<const char*>(first.b) + index * args.b.stride(0) * size_of(first.b_dtype);
         product.c += index * args.c.stride(0);
       }
+      worker.reset();
       run(block_of(product, grid, i % grid.blocks()), worker);
     }
   });

@@ -59,6 +59,7 @@ void run_experts(const int32_t* row_begin, int64_t experts, Stream& stream, Shap
       const ExpertProduct* product = &*after - 1;
       for (int64_t block = begin; block < block_end; ++block) {
         if (block - product->first_block == product->grid.blocks()) ++product;
+        worker.reset();
         run(block_of(product_of(product->expert), product->grid, block - product->first_block), worker);
       }
     });
