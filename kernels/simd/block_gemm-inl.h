@@ -278,32 +278,35 @@ HWY_INLINE void transpose_block(const bf16*, const char* p, int64_t stride, int6
   });
 }
 
-// How far ahead of the loads a row of weights is fetched: sixteen interleaved streams are more than the
-// hardware prefetcher follows.
-constexpr int64_t kPackPrefetchBytes = 512;
-
 // out[k, n] (row stride ldo >= n rounded up to 16) = b[n, k]ᵀ (row stride ldb) as fp32; columns n.. of the
-// last sixteen are zero. Makes a weight [out x in] the right factor of block_gemm.
+// last sixteen are zero. Makes a weight [out x in] the right factor of block_gemm. `next`, when given, is the
+// block of the same shape and stride that is wanted next: it is fetched meanwhile, since sixteen interleaved
+// rows are more than the hardware's prefetcher follows. Its addresses need not be valid.
 template <class TB>
-HWY_NOINLINE void pack_transposed(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo) {
+HWY_NOINLINE void pack_transposed(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo,
+                                  const TB* next = nullptr) {
   constexpr int64_t kSize = sizeof(TB), kDepth = 64 / kSize;
+  const int64_t stride = ldb * kSize;
   for (int64_t j = 0; j < n; j += kLanes) {
     const int64_t rows = std::min(kLanes, n - j);
-    const TB* from = b + j * ldb;
+    const char* from = reinterpret_cast<const char*>(b) + j * stride;
+    const char* ahead = next == nullptr ? nullptr : reinterpret_cast<const char*>(next) + j * stride;
     int64_t i = 0;
     if (rows == kLanes) {
-      for (; i + kDepth <= k; i += kDepth) {
-        const char* p = reinterpret_cast<const char*>(from + i);
-#pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) hwy::Prefetch(p + r * ldb * kSize + kPackPrefetchBytes);
-        transpose_block<true>(b, p, ldb * kSize, kDepth, out + i * ldo + j, ldo);
+      for (; i + kDepth <= k; i += kDepth, from += 64) {
+        if (ahead != nullptr) {
+          const char* line = ahead;
+          for (int r = 0; r < kLanes; ++r, line += stride) hwy::Prefetch(line);
+          ahead += 64;
+        }
+        transpose_block<true>(b, from, stride, kDepth, out + i * ldo + j, ldo);
       }
     }
-    for (; i < k; i += kDepth) {  // the edges go through a whole block, zero where b has nothing
+    for (; i < k; i += kDepth, from += 64) {  // the edges go through a whole block, zero where b has nothing
       const int64_t count = std::min(kDepth, k - i);
       alignas(64) char whole[kLanes * 64] = {};
       for (int64_t r = 0; r < rows; ++r) {
-        std::memcpy(whole + r * 64, from + r * ldb + i, static_cast<size_t>(count * kSize));
+        std::memcpy(whole + r * 64, from + r * stride, static_cast<size_t>(count * kSize));
       }
       transpose_block<false>(b, whole, 64, count, out + i * ldo + j, ldo);
     }
