@@ -57,7 +57,7 @@ ordered_json flash(int64_t layers, int64_t heads, int64_t head_dim, int64_t stre
   json.update({{"index_kpool", pool},
                {"index_kpool_always_select_tail", tail},
                {"hc_mult", streams},
-               {"swiglu_limit", 1.5},
+               {"swiglu_limit", 1000.0},
                {"linear_attn_config",
                 {{"num_heads", heads}, {"head_dim", head_dim}, {"short_conv_kernel_size", 4}, {"gate_lower_bound", -5.0}}}});
   return json;
@@ -72,6 +72,11 @@ ordered_json test_json(const std::string& name) {
     return json;
   }
   if (name == "glm5_next") return flash(5, 3, 16, 4, 4, 24, true);
+  if (name == "glm5_next clamped") {
+    ordered_json json = flash(4, 3, 16, 2, 4, 24, true);
+    json["swiglu_limit"] = 0.75;
+    return json;
+  }
   if (name == "glm5_next two streams, no tail") return flash(4, 2, 8, 2, 2, 12, false);
   if (name == "glm5_next pool of three") {
     ordered_json json = flash(4, 5, 24, 1, 3, 27, true);
@@ -109,6 +114,7 @@ std::vector<std::string> test_model_names() {
   return {"glm_moe_dsa",
           "glm_moe_dsa indexshare groups",
           "glm5_next",
+          "glm5_next clamped",
           "glm5_next two streams, no tail",
           "glm5_next pool of three",
           "glm4_moe_lite",
