@@ -2,9 +2,9 @@
 //
 // Scores arrive in ascending row order and are kept in that order. Those above `floor` are appended, a vector
 // compare and a compress; when the buffer is full it is settled back to the best k: their least key is found
-// by bisection over counts (at most 32 vector passes over the buffer, usually 10-15), and one stable compress
-// keeps them. Because order is kept, ties need no positions in the comparison, and the result needs no sort.
-// All of it is exact, so the result does not depend on how the stream was cut or how often it was settled.
+// by a search over counts (some five vector passes over the buffer, at most 64), and one stable compress keeps
+// them. Because order is kept, ties need no positions in the comparison, and the result needs no sort. All of
+// it is exact, so the result does not depend on how the stream was cut or how often it was settled.
 //
 // Included by files that go through hwy/foreach_target.h, once per target.
 #if defined(SLIPSTREAM_KERNELS_INDEXER_TOPK_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -52,7 +52,7 @@ struct RunningTopK {
 };
 
 // Writes the chosen lanes at `at` and returns how many they are. Whole vectors are stored, rubbish after the
-// chosen lanes included: a masked store of compressed lanes takes three times as long.
+// chosen lanes included.
 HWY_INLINE int64_t keep(KeysVec key, KeysVec row, hn::Mask<KeysTag> stays, RunningTopK& top, int64_t at) {
   const KeysTag d;
   hn::StoreU(hn::Compress(key, stays), d, top.keys + at);
