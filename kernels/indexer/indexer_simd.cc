@@ -2,15 +2,17 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/indexer/indexer_simd.cc"
+#include "hwy/foreach_target.h"
+
+#include "kernels/indexer/scores-inl.h"
+#include "kernels/indexer/topk-inl.h"
+#include "kernels/simd/block_gemm-inl.h"
+
 #include <algorithm>
 #include <memory>
 
 #include "hwy/cache_control.h"
-#include "hwy/foreach_target.h"
-#include "kernels/indexer/scores-inl.h"
 #include "kernels/indexer/select_plan.h"
-#include "kernels/indexer/topk-inl.h"
-#include "kernels/simd/block_gemm-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -133,7 +135,7 @@ void select_unit(const IndexerSelect& args, const SelectUnit& unit, int64_t inde
       write_selection(args, unit.sequence, t, own.rows, own.count);
       continue;
     }
-    const int64_t slot = index * kTileQueries + t - unit.begin;
+    const int64_t slot = index * partials.tile_queries + t - unit.begin;
     partials.counts[slot] = static_cast<int32_t>(own.count);
     std::copy_n(own.keys, own.count, partials.keys + slot * k);
     std::copy_n(own.rows, own.count, partials.rows + slot * k);
@@ -149,7 +151,7 @@ void merge_unit(const IndexerSelect& args, const SelectUnit& unit, const Partial
     if (candidates_of(args, unit.sequence, t) <= k) continue;
     top.count = 0;
     for (int64_t part = 0; part < unit.parts; ++part) {
-      const int64_t slot = (unit.first_unit + part) * kTileQueries + t - unit.begin;
+      const int64_t slot = (unit.first_unit + part) * partials.tile_queries + t - unit.begin;
       append(top, k, partials.keys + slot * k, partials.rows + slot * k, partials.counts[slot]);
     }
     settle(top, k);
@@ -335,9 +337,12 @@ void launch(const IndexerSelect& args, Stream& stream) {
   Partials partials{};
   std::unique_ptr<int32_t[]> memory;
   if (plan.split()) {
-    const int64_t slots = plan.units() * kTileQueries, k = args.topk / args.pool;
+    const int64_t slots = plan.units() * plan.tile_queries(), k = args.topk / args.pool;
     memory = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(slots * (1 + 2 * k)));
-    partials = {.counts = memory.get(), .keys = memory.get() + slots, .rows = memory.get() + slots * (1 + k)};
+    partials = {.tile_queries = plan.tile_queries(),
+                .counts = memory.get(),
+                .keys = memory.get() + slots,
+                .rows = memory.get() + slots * (1 + k)};
   }
   // The last queries see the most keys: longest first.
   stream.parallel_for(plan.units(), 1, [&](int64_t begin, int64_t, Worker& worker) {

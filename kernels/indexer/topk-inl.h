@@ -2,9 +2,9 @@
 //
 // Scores arrive in ascending row order and are kept in that order. Those above `floor` are appended, a vector
 // compare and a compress; when the buffer is full it is settled back to the best k: their least key is found
-// by bisection over counts (at most 32 vector passes over the buffer, usually 10-15), and one stable compress
-// keeps them. Because order is kept, ties need no positions in the comparison, and the result needs no sort.
-// All of it is exact, so the result does not depend on how the stream was cut or how often it was settled.
+// by bisection over counts (about eleven vector passes over the buffer, at most 32), and one stable compress keeps
+// them. Because order is kept, ties need no positions in the comparison, and the result needs no sort. All of
+// it is exact, so the result does not depend on how the stream was cut or how often it was settled.
 //
 // Included by files that go through hwy/foreach_target.h, once per target.
 #if defined(SLIPSTREAM_KERNELS_INDEXER_TOPK_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -52,7 +52,7 @@ struct RunningTopK {
 };
 
 // Writes the chosen lanes at `at` and returns how many they are. Whole vectors are stored, rubbish after the
-// chosen lanes included: a masked store of compressed lanes takes three times as long.
+// chosen lanes included.
 HWY_INLINE int64_t keep(KeysVec key, KeysVec row, hn::Mask<KeysTag> stays, RunningTopK& top, int64_t at) {
   const KeysTag d;
   hn::StoreU(hn::Compress(key, stays), d, top.keys + at);
@@ -82,26 +82,16 @@ inline int32_t cut_of(const int32_t* keys, int64_t count, int64_t k) {
     least = hn::IfThenElse(hn::Eq(v, hn::Set(d, kNoKey)), least, hn::Min(least, v));
     most = hn::Max(most, v);
   }
-  // low <= v < end; at_low and at_end keys are at least low and end. Every other guess is interpolated, which
-  // needs a few passes where the keys are spread evenly; those between halve the range whatever the keys are.
-  int64_t low = hn::GetLane(hn::MinOfLanes(d, least)),
-          end = int64_t{hn::GetLane(hn::MaxOfLanes(d, most))} + 1;
-  int64_t at_low = count, at_end = 0;
-  for (bool interpolate = true; end - low > 1; interpolate = !interpolate) {
-    int64_t guess = low + (end - low) / 2;
-    if (interpolate) {
-      const double share = static_cast<double>(k - at_end) / static_cast<double>(at_low - at_end);
-      guess = end - static_cast<int64_t>(share * static_cast<double>(end - low));
-      guess = std::clamp(guess, low + 1, end - 1);
-    }
-    const int64_t at_guess = count_above(keys, count, static_cast<int32_t>(guess - 1));
-    if (at_guess == k) return static_cast<int32_t>(guess);
-    if (at_guess > k) {
-      low = guess;
-      at_low = at_guess;
+  // Interpolating between the counts takes as many passes as halving: scores crowd in ways that a line misses.
+  int64_t low = hn::GetLane(hn::MinOfLanes(d, least)), high = hn::GetLane(hn::MaxOfLanes(d, most));
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    const int64_t at_least = count_above(keys, count, static_cast<int32_t>(middle - 1));
+    if (at_least == k) return static_cast<int32_t>(middle);
+    if (at_least > k) {
+      low = middle;
     } else {
-      end = guess;
-      at_end = at_guess;
+      high = middle - 1;
     }
   }
   return static_cast<int32_t>(low);
