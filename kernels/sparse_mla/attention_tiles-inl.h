@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/simd/block_gemm-inl.h"
+#include "kernels/simd/lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -162,10 +162,25 @@ static HWY_NOINLINE void dot_products(int64_t m, int64_t width, const float* pac
   }
 }
 
+// a(m, k) of a row sum, in either order. The unit stride is known to the compiler: twelve addresses in
+// general strides do not fit the registers, and moving them about costs an eighth of the multiply-adds.
+struct RowMajor {
+  const float* data;
+  int64_t stride;
+  HWY_INLINE float operator()(int64_t m, int64_t k) const { return data[m * stride + k]; }
+  HWY_INLINE RowMajor from(int64_t m) const { return {data + m * stride, stride}; }
+};
+struct ColumnMajor {
+  const float* data;
+  int64_t stride;
+  HWY_INLINE float operator()(int64_t m, int64_t k) const { return data[m + k * stride]; }
+  HWY_INLINE ColumnMajor from(int64_t m) const { return {data + m, stride}; }
+};
+
 // Rows x Vectors accumulators of c_m[at ..]; Tail: the last vector holds `tail` columns.
-template <int Rows, int Vectors, bool Tail>
-HWY_INLINE void row_sum_tile(int64_t k_count, LeftFactor a, const float* const* b, float* const* c,
-                             int64_t at, int64_t tail, bool accumulate) {
+template <int Rows, int Vectors, bool Tail, class Left>
+HWY_INLINE void row_sum_tile(int64_t k_count, Left a, const float* const* b, float* const* c, int64_t at,
+                             int64_t tail, bool accumulate) {
   Lanes acc[Rows][Vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
@@ -184,7 +199,7 @@ HWY_INLINE void row_sum_tile(int64_t k_count, LeftFactor a, const float* const* 
     }
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
-      const Lanes left = broadcast(a.data[r * a.row + k * a.col]);
+      const Lanes left = broadcast(a(r, k));
 #pragma GCC unroll 16
       for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(left, right[v], acc[r][v]);
     }
@@ -204,50 +219,59 @@ HWY_INLINE void row_sum_tile(int64_t k_count, LeftFactor a, const float* const* 
 }
 
 // `tiles` tiles of Rows rows each, over columns [at, end).
-template <int Rows, int Vectors>
-HWY_INLINE void row_sum_panel(int64_t tiles, int64_t k, LeftFactor a, const float* const* b, float* const* c,
+template <int Rows, int Vectors, class Left>
+HWY_INLINE void row_sum_panel(int64_t tiles, int64_t k, Left a, const float* const* b, float* const* c,
                               int64_t at, int64_t end, bool accumulate) {
-  const auto left = [&](int64_t tile) { return LeftFactor{a.data + tile * Rows * a.row, a.row, a.col}; };
   for (; at + Vectors * kLanes <= end; at += Vectors * kLanes) {
     for (int64_t i = 0; i < tiles; ++i) {
-      row_sum_tile<Rows, Vectors, false>(k, left(i), b, c + i * Rows, at, 0, accumulate);
+      // The accumulators of the next tile come from further away than one tile's arithmetic can hide.
+      float* const* next = i + 1 < tiles ? c + (i + 1) * Rows : c;
+      for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < Vectors; ++v) {
+          __builtin_prefetch(next[r] + at + (i + 1 < tiles ? v : Vectors + v) * kLanes, 1);
+        }
+      }
+      row_sum_tile<Rows, Vectors, false>(k, a.from(i * Rows), b, c + i * Rows, at, 0, accumulate);
     }
   }
   for (; at + kLanes <= end; at += kLanes) {
     for (int64_t i = 0; i < tiles; ++i) {
-      row_sum_tile<Rows, 1, false>(k, left(i), b, c + i * Rows, at, 0, accumulate);
+      row_sum_tile<Rows, 1, false>(k, a.from(i * Rows), b, c + i * Rows, at, 0, accumulate);
     }
   }
   if (at == end) return;
   for (int64_t i = 0; i < tiles; ++i) {
-    row_sum_tile<Rows, 1, true>(k, left(i), b, c + i * Rows, at, end - at, accumulate);
+    row_sum_tile<Rows, 1, true>(k, a.from(i * Rows), b, c + i * Rows, at, end - at, accumulate);
   }
 }
 
 // c[i][at .. end) = sum over k of a(i, k) b[k][at .. end) for i < m, or += when accumulate.
-static HWY_NOINLINE void row_sums(int64_t m, int64_t k, LeftFactor a, const float* const* b, float* const* c,
-                                  int64_t at, int64_t end, bool accumulate) {
+template <class Left>
+HWY_NOINLINE void row_sums(int64_t m, int64_t k, Left a, const float* const* b, float* const* c, int64_t at,
+                           int64_t end, bool accumulate) {
   // Tile shapes by register file, as in block_gemm; the low ones are wide so that enough chains run side by
   // side.
   constexpr int kTall = kLanesParts == 1 ? 12 : 6, kTallVectors = kLanesParts == 1 ? 2 : 1;
   constexpr int kMiddle = kLanesParts == 1 ? 8 : 4, kMiddleVectors = kLanesParts == 1 ? 3 : 1;
-  constexpr int kLowVectors = kLanesParts == 1 ? 8 : 4;
   int64_t row = 0;
-  const auto from = [&](int64_t r) { return LeftFactor{a.data + r * a.row, a.row, a.col}; };
   if (m >= kTall) {
     row_sum_panel<kTall, kTallVectors>(m / kTall, k, a, b, c, at, end, accumulate);
     row = m / kTall * kTall;
   }
   if (m - row >= kMiddle) {
-    row_sum_panel<kMiddle, kMiddleVectors>(1, k, from(row), b, c + row, at, end, accumulate);
+    row_sum_panel<kMiddle, kMiddleVectors>(1, k, a.from(row), b, c + row, at, end, accumulate);
     row += kMiddle;
   }
   if (kMiddle > 4 && m - row >= 4) {
-    row_sum_panel<4, 4>(1, k, from(row), b, c + row, at, end, accumulate);
+    row_sum_panel<4, 4>(1, k, a.from(row), b, c + row, at, end, accumulate);
     row += 4;
   }
-  for (; row < m; ++row) {
-    row_sum_panel<1, kLowVectors>(1, k, from(row), b, c + row, at, end, accumulate);
+  if (m - row == 3) {
+    row_sum_panel<3, kLanesParts == 1 ? 5 : 1>(1, k, a.from(row), b, c + row, at, end, accumulate);
+  } else if (m - row == 2) {
+    row_sum_panel<2, kLanesParts == 1 ? 8 : 2>(1, k, a.from(row), b, c + row, at, end, accumulate);
+  } else if (m - row == 1) {
+    row_sum_panel<1, kLanesParts == 1 ? 8 : 4>(1, k, a.from(row), b, c + row, at, end, accumulate);
   }
 }
 

@@ -18,7 +18,7 @@ namespace HWY_NAMESPACE {
 
 constexpr int64_t kRowsMax = 96;          // of a group
 constexpr int64_t kKeysAhead = kDotRows;  // rows fetched for the next block
-constexpr int64_t kSumBlock = 128;        // rows whose columns under a tile fit in the first-level cache
+constexpr int64_t kSumBlock = 256;        // rows whose columns under a tile fit in the first-level cache
 constexpr float kNothing = -std::numeric_limits<float>::infinity();  // log of an empty sum
 
 // One head of a paged store, seen by one group.
@@ -115,7 +115,7 @@ HWY_INLINE void add_block(const AttentionGroup& g, int64_t first, int64_t count,
                           int64_t end) {
   const int64_t shared = entries_seen(g, 0, first, count);
   for (int64_t i = 0; i < shared; i += kSumBlock) {
-    row_sums(g.rows(), std::min(kSumBlock, shared - i), {s + i, stride, 1}, rows + i, out, begin, end,
+    row_sums(g.rows(), std::min(kSumBlock, shared - i), RowMajor{s + i, stride}, rows + i, out, begin, end,
              first + i > 0);
   }
   // The triangle that only the later queries see. Its other half is not padded with zeros: a zero times the
@@ -123,7 +123,8 @@ HWY_INLINE void add_block(const AttentionGroup& g, int64_t first, int64_t count,
   for (int64_t m = g.heads; m < g.rows(); m += g.heads) {
     const int64_t own = entries_seen(g, m, first, count) - shared;
     if (own > 0)
-      row_sums(g.heads, own, {s + m * stride + shared, stride, 1}, rows + shared, out + m, begin, end, true);
+      row_sums(g.heads, own, RowMajor{s + m * stride + shared, stride}, rows + shared, out + m, begin, end,
+               true);
   }
 }
 
@@ -284,12 +285,12 @@ void split_outputs(const Attention& args, const AttentionGroup& g, const float* 
   finish_outputs(g, sums, o, begin, end);
 }
 
-// dq of the group; ds (the scores' gradient times scale) and p, each [rows, keys], are left for
-// backward_keys.
-void backward_group(const AttentionBackward& args, const AttentionGroup& g, float* ds, float* p,
-                    Worker& worker) {
+// dq of the group; its gradients of the scores, times scale, and its p are left in `tiles` for backward_keys.
+// Entries of the key list are kept in tiles of kGradTile, [2 * rows, kGradTile] each, ds above p: whole rows
+// would put every value that a key needs on a page of its own.
+void backward_group(const AttentionBackward& args, const AttentionGroup& g, float* tiles, Worker& worker) {
   const Attention& forward = args.forward;
-  const int64_t rank = forward.o.size(2), stride = g.stride();
+  const int64_t rank = forward.o.size(2), rows = g.rows();
   const KeySource keys(forward.keys, g, forward.q.size(2)), values(forward.values, g, rank);
   const bool shared = same_rows(keys, values);
   const float* packed_q = pack_group(forward.q, g, keys.width, worker);
@@ -300,7 +301,7 @@ void backward_group(const AttentionBackward& args, const AttentionGroup& g, floa
   group_rows(forward.o, g, o);
   group_rows(args.d_o, g, d_o);
   group_rows(args.dq, g, dq);
-  for (int64_t m = 0; m < g.rows(); ++m) {
+  for (int64_t m = 0; m < rows; ++m) {
     Lanes dot = zero_lanes();
     for_lanes(rank, [&](int64_t i, auto chunk)
                         HWY_ATTR { dot = fma(chunk.load(o[m] + i), chunk.load(d_o[m] + i), dot); });
@@ -310,17 +311,18 @@ void backward_group(const AttentionBackward& args, const AttentionGroup& g, floa
   }
   const Lanes scale = broadcast(forward.scale);
   KeyRows key_rows, value_rows;
-  for (int64_t first = 0; first < g.keys(); first += kAttentionBlock) {
-    const int64_t count = std::min(kAttentionBlock, g.keys() - first);
+  for (int64_t first = 0; first < g.keys(); first += kGradTile, tiles += 2 * rows * kGradTile) {
+    const int64_t count = std::min(kGradTile, g.keys() - first);
     gather_rows(keys, first, count, 0, keys.width, key_copies, key_rows);
     if (!shared) gather_rows(values, first, count, 0, rank, value_copies, value_rows);
     KeyRows& value_source = shared ? key_rows : value_rows;
-    dot_products(g.rows(), keys.width, packed_q, key_rows.rows, count, key_rows.ahead, p + first, stride);
-    dot_products(g.rows(), rank, packed_d_o, value_source.rows, count, value_source.ahead, ds + first,
-                 stride);
-    for (int64_t m = 0; m < g.rows(); ++m) {
-      float* p_row = p + m * stride + first;
-      float* ds_row = ds + m * stride + first;
+    float* ds = tiles;
+    float* p = tiles + rows * kGradTile;
+    dot_products(rows, keys.width, packed_q, key_rows.rows, count, key_rows.ahead, p, kGradTile);
+    dot_products(rows, rank, packed_d_o, value_source.rows, count, value_source.ahead, ds, kGradTile);
+    for (int64_t m = 0; m < rows; ++m) {
+      float* p_row = p + m * kGradTile;
+      float* ds_row = ds + m * kGradTile;
       const Lanes row_lse = broadcast(lse[m]), row_mean = broadcast(mean[m]);
       for_lanes(entries_seen(g, m, first, count), [&](int64_t i, auto chunk) HWY_ATTR {
         const Lanes probability = exp(sub(mul(scale, chunk.load(p_row + i)), row_lse));
@@ -328,45 +330,45 @@ void backward_group(const AttentionBackward& args, const AttentionGroup& g, floa
         chunk.store(mul(mul(probability, sub(chunk.load(ds_row + i), row_mean)), scale), ds_row + i);
       });
     }
-    add_block(g, first, count, ds + first, stride, key_rows.rows, dq, 0, keys.width);
+    add_block(g, first, count, ds, kGradTile, key_rows.rows, dq, 0, keys.width);
   }
 }
 
 // Adds to dkeys and dvalues what queries [query, query + queries) of the group give to entries [begin, end)
 // of its key list, which all of them see: first the chain over ds q, then the chain over p d_o.
-void add_key_grads(const AttentionBackward& args, const AttentionGroup& g, const float* ds, int64_t query,
+void add_key_grads(const AttentionBackward& args, const AttentionGroup& g, const float* tiles, int64_t query,
                    int64_t queries, int64_t begin, int64_t end) {
-  const int64_t width = args.dq.size(2), rank = args.d_o.size(2), stride = g.stride();
+  if (begin >= end) return;
+  const int64_t width = args.dq.size(2), rank = args.d_o.size(2), rows = g.rows();
   const int64_t m = query * g.heads, count = queries * g.heads;
   const float* right[2 * kRowsMax];  // q rows, then d_o rows
   group_rows(args.forward.q, g, right);
-  group_rows(args.d_o, g, right + g.rows());
-  ds += m * stride;
-  const float* p = ds + g.rows() * stride;
+  group_rows(args.d_o, g, right + rows);
   const int64_t sequence_row = args.forward.sequences.begin(g.sequence);
-  for (int64_t first = begin; first < end; first += kSumBlock) {
-    const int64_t keys = std::min(kSumBlock, end - first);
-    float *dkeys[kSumBlock], *dvalues[kSumBlock];
-    const Tensor& value_grads = args.dvalues.empty() ? args.dkeys : args.dvalues;
-    for (int64_t i = 0; i < keys; ++i) {
-      const int64_t row = sequence_row + (g.selection == nullptr ? first + i : g.selection[first + i]);
-      dkeys[i] = args.dkeys.row(row) + g.kv_head * args.dkeys.stride(1);
-      dvalues[i] = value_grads.row(row) + g.kv_head * value_grads.stride(1);
+  const Tensor& value_grads = args.dvalues.empty() ? args.dkeys : args.dvalues;
+  for (int64_t first = begin, next = 0; first < end; first = next) {
+    next = std::min((first / kGradTile + 1) * kGradTile, end);
+    float *dkeys[kGradTile], *dvalues[kGradTile];
+    for (int64_t i = first; i < next; ++i) {
+      const int64_t row = sequence_row + (g.selection == nullptr ? i : g.selection[i]);
+      dkeys[i - first] = args.dkeys.row(row) + g.kv_head * args.dkeys.stride(1);
+      dvalues[i - first] = value_grads.row(row) + g.kv_head * value_grads.stride(1);
     }
-    if (args.dvalues.empty() && queries == g.queries) {
-      // The two chains of the shared columns in one go: a selection has few rows, so loads of dkeys would
-      // dominate.
-      row_sums(keys, 2 * count, {ds + first, 1, stride}, right, dkeys, 0, rank, true);
-      row_sums(keys, count, {ds + first, 1, stride}, right, dkeys, rank, width, true);
+    const float* tile = tiles + first / kGradTile * 2 * rows * kGradTile + first % kGradTile;
+    const ColumnMajor ds{tile + m * kGradTile, kGradTile}, p{tile + (rows + m) * kGradTile, kGradTile};
+    if (args.dvalues.empty() && queries == g.queries && rows <= kRowsMax / 4) {
+      // The two chains of the shared columns in one go: with few rows, loads of dkeys would dominate.
+      row_sums(next - first, 2 * rows, ds, right, dkeys, 0, rank, true);
+      row_sums(next - first, rows, ds, right, dkeys, rank, width, true);
     } else {
-      row_sums(keys, count, {ds + first, 1, stride}, right + m, dkeys, 0, width, true);
-      row_sums(keys, count, {p + first, 1, stride}, right + g.rows() + m, dvalues, 0, rank, true);
+      row_sums(next - first, count, ds, right + m, dkeys, 0, width, true);
+      row_sums(next - first, count, p, right + rows + m, dvalues, 0, rank, true);
     }
   }
 }
 
 // The share of one group in rows [begin, end) of dkeys and dvalues.
-void backward_keys(const AttentionBackward& args, const AttentionGroup& g, const float* ds, int64_t begin,
+void backward_keys(const AttentionBackward& args, const AttentionGroup& g, const float* tiles, int64_t begin,
                    int64_t end) {
   const int64_t sequence_row = args.forward.sequences.begin(g.sequence);
   const auto entries_before = [&](int64_t row) {
@@ -377,9 +379,9 @@ void backward_keys(const AttentionBackward& args, const AttentionGroup& g, const
   };
   begin = entries_before(begin);
   end = entries_before(end);
-  add_key_grads(args, g, ds, 0, g.queries, begin, std::min(end, g.prefix));
+  add_key_grads(args, g, tiles, 0, g.queries, begin, std::min(end, g.prefix));
   for (int64_t i = 1; i < g.queries; ++i) {
-    add_key_grads(args, g, ds, i, 1, std::max(begin, g.prefix), std::min(end, g.prefix + i));
+    add_key_grads(args, g, tiles, i, 1, std::max(begin, g.prefix), std::min(end, g.prefix + i));
   }
 }
 
@@ -482,7 +484,12 @@ void attend_split(const Attention& args, const AttentionGroup& g, Stream& stream
 // ds and p of a round of the backward: about what a core's second-level cache holds.
 constexpr int64_t kRoundFloats = int64_t{1} << 18;
 
-int64_t floats_of(const AttentionGroup& g) { return 2 * g.rows() * g.stride(); }  // ds and p
+// Rows of dkeys that one task takes through a round: they stay in the second-level cache.
+constexpr int64_t kGradRows = 4 * kGradTile;
+
+int64_t floats_of(const AttentionGroup& g) {
+  return (g.keys() + kGradTile - 1) / kGradTile * kGradTile * 2 * g.rows();
+}
 
 // x: [T, heads, width], or [T, width] with one head.
 void fill_zero(const Tensor& x, int64_t heads, int64_t width, Stream& stream) {
@@ -524,23 +531,23 @@ void attend_backward(const AttentionBackward& args, Stream& stream) {
   for (const AttentionGroup& g : groups)
     round_floats = std::max(round_floats, floats_of(g) * stream.threads());
   const auto buffer = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(round_floats));
-  std::vector<float*> ds(groups.size());
+  std::vector<float*> tiles(groups.size());
   for (size_t first = 0, last = 0; first < groups.size(); first = last) {
     int64_t used = 0;
     for (; last < groups.size() && used + floats_of(groups[last]) <= round_floats; ++last) {
-      ds[last] = buffer.get() + used;
+      tiles[last] = buffer.get() + used;
       used += floats_of(groups[last]);
     }
     stream.parallel_for(static_cast<int64_t>(last - first), 1, [&](int64_t begin, int64_t, Worker& worker) {
       const size_t i = first + static_cast<size_t>(begin);
-      HWY_DYNAMIC_DISPATCH(backward_group)(args, groups[i], ds[i], ds[i] + floats_of(groups[i]) / 2, worker);
+      HWY_DYNAMIC_DISPATCH(backward_group)(args, groups[i], tiles[i], worker);
     });
     const int64_t row = args.forward.sequences.begin(groups[first].sequence);
     const int64_t rows = groups[last - 1].row + groups[last - 1].queries - row;
-    const int64_t grain = stream.threads() == 1 ? rows : std::max<int64_t>(rows / (4 * stream.threads()), 64);
+    const int64_t grain = std::clamp<int64_t>(rows / (4 * stream.threads()), kGradTile, kGradRows);
     stream.parallel_for(rows, grain, [&](int64_t begin, int64_t end, Worker&) {
       for (size_t i = first; i < last; ++i) {
-        HWY_DYNAMIC_DISPATCH(backward_keys)(args, groups[i], ds[i], row + begin, row + end);
+        HWY_DYNAMIC_DISPATCH(backward_keys)(args, groups[i], tiles[i], row + begin, row + end);
       }
     });
   }

@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 
+#include "hwy/targets.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -315,6 +316,38 @@ TEST(SparseMlaTest, NanStaysWithTheQueriesThatSeeIt) {
   expect_same_bits(dirty.o.slice(0, 8, 20), clean.o.slice(0, 8, 20));
   expect_same_bits(dirty.o.slice(0, 40, 70), clean.o.slice(0, 40, 70));
   EXPECT_TRUE(std::isnan(dirty.o.row(20)[0]));
+}
+
+// Where the CPU has AVX-512, the AVX2 form gives the same bits, forward and backward.
+TEST(SparseMlaTest, VectorWidthDoesNotChangeBits) {
+  for (const int64_t topk : {0, 24}) {
+    TensorPool pool(11);
+    const World world(pool, {5, 33, 6}, {150, 40}, topk, DType::kF32);
+    std::vector<SparseMlaBackward> results;
+    for (const int64_t targets : {hwy::SupportedTargets(), int64_t{HWY_AVX2}}) {
+      hwy::GetChosenTarget().Update(targets);
+      const SparseMla call = make_call(pool, world, whole(world), 1);
+      launch(call, test_stream());
+      TensorPool gradients(12);
+      results.push_back({.q = call.q,
+                         .keys = call.keys,
+                         .sequences = call.sequences,
+                         .indices = call.indices,
+                         .counts = call.counts,
+                         .scale = call.scale,
+                         .o = call.o,
+                         .lse = call.lse,
+                         .d_o = pool.copy(gradients.random(DType::kF32, {190, 5, 33})),
+                         .dq = pool.output(DType::kF32, {190, 5, 39}),
+                         .dkeys = pool.output(DType::kF32, {190, 39})});
+      launch(results.back(), test_stream());
+    }
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    expect_same_bits(results[1].o, results[0].o);
+    expect_same_bits(results[1].lse, results[0].lse);
+    expect_same_bits(results[1].dq, results[0].dq);
+    expect_same_bits(results[1].dkeys, results[0].dkeys);
+  }
 }
 
 TEST(SparseMlaTest, LargeScoresStayFinite) {
