@@ -21,60 +21,6 @@ namespace HWY_NAMESPACE {
 
 constexpr int64_t kSpanChunks = kKdaSpan / kKdaChunk;
 
-// Four values from each of four addresses `stride` apart, one after the other.
-HWY_INLINE Lanes load_quarters(const float* from, int64_t stride) {
-  constexpr int64_t kQuarters = kLanesPartSize / 4;
-  const LanesTag d;
-  return map([&](int64_t part) HWY_ATTR {
-    const float* first = from + part * kQuarters * stride;
-    LanesVec v = hn::LoadDup128(d, first);
-    for (int64_t n = 1; n < kQuarters; ++n) {
-      v = hn::IfThenElse(hn::FirstN(d, static_cast<size_t>(4 * n)), v, hn::LoadDup128(d, first + n * stride));
-    }
-    return v;
-  });
-}
-
-// out[16, 16] = in[16, 16]ᵀ. Each register gathers a column block from rows r, r + 4, r + 8, r + 12, so that
-// transposing the 4 x 4 blocks inside registers leaves whole rows.
-HWY_INLINE void transpose_tile(const float* in, int64_t ldi, float* out, int64_t ldo) {
-  const LanesTag d;
-  const hn::Repartition<double, LanesTag> pairs;
-  for (int64_t c = 0; c < kLanes; c += 4) {
-    Lanes v[4];
-    for (int64_t r = 0; r < 4; ++r) {
-      v[r] = load_quarters(in + r * ldi + c, 4 * ldi);
-    }
-    for (int64_t part = 0; part < kLanesParts; ++part) {
-      const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(d, v[0].part[part], v[1].part[part]));
-      const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(d, v[0].part[part], v[1].part[part]));
-      const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(d, v[2].part[part], v[3].part[part]));
-      const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(d, v[2].part[part], v[3].part[part]));
-      float* to = out + c * ldo + part * kLanesPartSize;
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(pairs, low01, low23)), d, to);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(pairs, low01, low23)), d, to + ldo);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveLower(pairs, high01, high23)), d, to + 2 * ldo);
-      hn::StoreU(hn::BitCast(d, hn::InterleaveUpper(pairs, high01, high23)), d, to + 3 * ldo);
-    }
-  }
-}
-
-// out[cols, rows] = in[rows, cols]ᵀ; columns of out from `rows` up to whole lanes become zero.
-HWY_INLINE void transpose(int64_t rows, int64_t cols, const float* in, int64_t ldi, float* out, int64_t ldo) {
-  const int64_t whole_rows = rows / kLanes * kLanes, whole_cols = cols / kLanes * kLanes;
-  for (int64_t r = 0; r < whole_rows; r += kLanes) {
-    for (int64_t c = 0; c < whole_cols; c += kLanes)
-      transpose_tile(in + r * ldi + c, ldi, out + c * ldo + r, ldo);
-    for (int64_t c = whole_cols; c < cols; ++c) {
-      for (int64_t i = r; i < r + kLanes; ++i) out[c * ldo + i] = in[i * ldi + c];
-    }
-  }
-  for (int64_t c = 0; c < cols; ++c) {
-    for (int64_t r = whole_rows; r < pad_to_lanes(rows); ++r)
-      out[c * ldo + r] = r < rows ? in[r * ldi + c] : 0.0f;
-  }
-}
-
 // A chunk between the two passes over its span. Rows beyond the sequence's end are neutral: no decay, all
 // else zero.
 struct SpanChunk {
@@ -132,8 +78,8 @@ struct BackwardHead {
 };
 
 // Everything of a chunk that depends on its rows alone.
-HWY_INLINE void load_chunk(const BackwardHead& head, const BackwardBuffers& buffers, int64_t first,
-                           int64_t count, const SpanChunk& chunk) {
+HWY_NOINLINE void load_chunk(const BackwardHead& head, const BackwardBuffers& buffers, int64_t first,
+                             int64_t count, const SpanChunk& chunk) {
   const ChunkRows& rows = chunk.rows;
   const int64_t ldk = buffers.ldk, ldv = buffers.ldv;
   for (int64_t i = 0; i < count; ++i) {
@@ -159,8 +105,8 @@ HWY_INLINE void load_chunk(const BackwardHead& head, const BackwardBuffers& buff
 }
 
 // x[rows, ldk] <- x Diag(factor) + left right, the products of `depth` terms.
-HWY_INLINE void decay_and_add(const BackwardBuffers& buffers, const float* factor, const float* from,
-                              float* to, LeftFactor left, const float* right, int64_t depth) {
+HWY_NOINLINE void decay_and_add(const BackwardBuffers& buffers, const float* factor, const float* from,
+                                float* to, LeftFactor left, const float* right, int64_t depth) {
   const int64_t ldk = buffers.ldk;
   if (from != nullptr) {
     for (int64_t e = 0; e < buffers.dv; ++e) {
@@ -171,10 +117,36 @@ HWY_INLINE void decay_and_add(const BackwardBuffers& buffers, const float* facto
   block_gemm(buffers.dv, ldk, depth, left, right, ldk, to, ldk, from != nullptr);
 }
 
+// d_total = P_C dP_C = P_C rowsum(S0 * D): a chain over e for each channel, four vectors of channels side by
+// side.
+HWY_NOINLINE void total_gradient(const BackwardBuffers& buffers, const float* state, const float* total) {
+  const int64_t ldk = buffers.ldk;
+  const auto columns = [&](auto vectors, int64_t d) HWY_ATTR {
+    constexpr int kVectors = decltype(vectors)::value;
+    Lanes sums[kVectors];
+#pragma GCC unroll 16
+    for (int n = 0; n < kVectors; ++n) sums[n] = zero_lanes();
+    for (int64_t e = 0; e < buffers.dv; ++e) {
+      const int64_t at = e * ldk + d;
+#pragma GCC unroll 16
+      for (int n = 0; n < kVectors; ++n) {
+        sums[n] = fma(load(state + at + n * kLanes), load(buffers.d_state + at + n * kLanes), sums[n]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < kVectors; ++n) {
+      store(mul(load(total + d + n * kLanes), sums[n]), buffers.d_total + d + n * kLanes);
+    }
+  };
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= ldk; d += 4 * kLanes) columns(std::integral_constant<int, 4>(), d);
+  for (; d < ldk; d += kLanes) columns(std::integral_constant<int, 1>(), d);
+}
+
 // Back substitution in kVectors lanes of columns: slopes[i] = -dR_i and du[i] = dU_i, from the last row up.
 template <int kVectors>
-HWY_INLINE void solve_transposed(const BackwardHead& head, const BackwardBuffers& buffers,
-                                 const ChunkRows& rows, int64_t first, int64_t count, int64_t column) {
+HWY_NOINLINE void solve_transposed(const BackwardHead& head, const BackwardBuffers& buffers,
+                                   const ChunkRows& rows, int64_t first, int64_t count, int64_t column) {
   const int64_t ld = buffers.ldv;
   float* minus_dr = buffers.slopes + column;
   const float* d_o = buffers.slopes + kKdaChunk * ld + column;
@@ -182,17 +154,20 @@ HWY_INLINE void solve_transposed(const BackwardHead& head, const BackwardBuffers
   for (int64_t j = count - 1; j >= 0; --j) {
     Lanes sum[kVectors];
     const Lanes bjj = broadcast(rows.b[j * kKdaChunk + j]);
+#pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
       sum[n] = fma(bjj, load(d_o + j * ld + n * kLanes), load(du + j * ld + n * kLanes));
     }
     for (int64_t i = j + 1; i < count; ++i) {
       const Lanes aij = broadcast(rows.a[i * kKdaChunk + j]), bij = broadcast(rows.b[i * kKdaChunk + j]);
+#pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) {
         sum[n] = fma(bij, load(d_o + i * ld + n * kLanes), sum[n]);
         sum[n] = fma(aij, load(minus_dr + i * ld + n * kLanes), sum[n]);
       }
     }
     const Lanes minus_beta = broadcast(-*head.beta.row(first + j));
+#pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
       store(sum[n], du + j * ld + n * kLanes);
       store(mul(minus_beta, sum[n]), minus_dr + j * ld + n * kLanes);
@@ -200,67 +175,100 @@ HWY_INLINE void solve_transposed(const BackwardHead& head, const BackwardBuffers
   }
 }
 
-// dq, dk and dlog_decay of sixteen channels from `d` on, from the gradients of everything the rows went into.
-// With
-//   L_i = d(kP)_i P_i + sum_{j<i} dA_ij k_j E_ij,   Q_i = d(qP)_i P_i + sum_{j<i} dB_ij k_j E_ij   (i reads
-//   what was) Z_j = sum_{i>j} (dA_ij k_i + dB_ij q_i) E_ij (j is read later)
-// dq_i = Q_i + dB_ii k_i,  dk_i = L_i + Z_i + dB_ii q_i + E_Ci dK_Ci.  dg_t sums whatever decayed at t: all
-// of P_C dP_C, the carried rows before t, and for rows from t on what they read less what is read of them.
-HWY_INLINE void row_gradients(const BackwardHead& head, const BackwardBuffers& buffers,
-                              const SpanChunk& chunk, int64_t first, int64_t count, int64_t d) {
-  const int64_t ld = buffers.ldk;
-  const ChunkRows& rows = chunk.rows;
-  const float* da = buffers.d_scores;
-  const float* db = buffers.d_scores + kKdaChunk * kKdaChunk;
-  const int64_t tail = std::min(kLanes, buffers.dk - d);
-  const auto put = [&](const HeadRows& to, int64_t i, const Lanes& value) HWY_ATTR {
+// What row_gradients() keeps of sixteen channels between its two walks over a chunk's rows. Sixteen vectors
+// that every row updates must stay in registers, so the rows are unrolled by templates and indices are
+// constants.
+struct RowSums {
+  Lanes moving[kKdaChunk];   // down: k_j E_ij. Up: Z_j, what later rows read of row j
+  Lanes left[kKdaChunk];     // dk_i so far
+  Lanes reads[kKdaChunk];    // what of row i's reading depends on decays
+  Lanes carried[kKdaChunk];  // what of the carried rows before i depends on decay i
+  Lanes carried_sum, suffix, to_end;
+};
+
+struct RowGradients {
+  const BackwardHead* head;
+  const BackwardBuffers* buffers;
+  const SpanChunk* chunk;
+  int64_t first, count;  // rows of the sequence
+  int64_t channel;       // the first of sixteen
+
+  HWY_INLINE void put(const HeadRows& to, int64_t i, const Lanes& value) const {
+    if (i >= count) return;
+    const int64_t tail = std::min(kLanes, buffers->dk - channel);
     if (tail < kLanes) {
-      store_first(value, to.row(first + i) + d, tail);
+      store_first(value, to.row(first + i) + channel, tail);
     } else {
-      store(value, to.row(first + i) + d);
-    }
-  };
-  Lanes reach[kKdaChunk], left[kKdaChunk], reads[kKdaChunk], carried[kKdaChunk];
-  Lanes carried_sum = load(buffers.d_total + d);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t at = i * ld + d;
-    const Lanes decay = load(rows.decay + at), k = load(rows.key + at), q = load(rows.query + at);
-    const Lanes prefix = load(rows.prefix + at), bii = broadcast(db[i * kKdaChunk + i]);
-    Lanes l = mul(load(buffers.d_scaled + at), prefix);
-    Lanes m = mul(load(buffers.d_scaled + kKdaChunk * ld + at), prefix);
-    for (int64_t j = 0; j < i; ++j) {
-      reach[j] = mul(reach[j], decay);
-      l = fma(broadcast(da[i * kKdaChunk + j]), reach[j], l);
-      m = fma(broadcast(db[i * kKdaChunk + j]), reach[j], m);
-    }
-    reach[i] = k;
-    reads[i] = fma(q, m, mul(k, l));
-    left[i] = fma(bii, q, l);
-    put(head.dq, i, fma(bii, k, m));
-    carried[i] = carried_sum;
-    carried_sum = fma(load(chunk.carried + at), load(buffers.d_carried + at), carried_sum);
-  }
-  Lanes later[kKdaChunk], suffix = zero_lanes(), to_end = broadcast(1.0f);
-  for (int64_t i = kKdaChunk - 1; i >= count; --i) to_end = mul(to_end, load(rows.decay + i * ld + d));
-  for (int64_t i = 0; i < count; ++i) later[i] = zero_lanes();
-  for (int64_t i = count - 1; i >= 0; --i) {
-    const int64_t at = i * ld + d;
-    const Lanes decay = load(rows.decay + at), k = load(rows.key + at), q = load(rows.query + at);
-    suffix = add(suffix, fnma(k, later[i], reads[i]));
-    put(head.dlog_decay, i, add(carried[i], suffix));
-    put(head.dk, i, fma(to_end, load(buffers.d_carried + at), add(left[i], later[i])));
-    to_end = mul(to_end, decay);
-    for (int64_t j = 0; j < i; ++j) {
-      const Lanes aij = broadcast(da[i * kKdaChunk + j]), bij = broadcast(db[i * kKdaChunk + j]);
-      later[j] = mul(fma(aij, k, fma(bij, q, later[j])), decay);
+      store(value, to.row(first + i) + channel);
     }
   }
+
+  template <int kRow>
+  HWY_INLINE void down(RowSums& sums) const {
+    const ChunkRows& rows = chunk->rows;
+    const int64_t at = kRow * rows.ld + channel;
+    const float* da = buffers->d_scores + kRow * kKdaChunk;
+    const float* db = da + kKdaChunk * kKdaChunk;
+    const Lanes decay = load(rows.decay + at), k = load(rows.key + at), q = load(rows.query + at);
+    const Lanes prefix = load(rows.prefix + at), diagonal = broadcast(db[kRow]);
+    Lanes l = mul(load(buffers->d_scaled + at), prefix);
+    Lanes m = mul(load(buffers->d_scaled + kKdaChunk * rows.ld + at), prefix);
+#pragma GCC unroll 16
+    for (int j = 0; j < kRow; ++j) {
+      sums.moving[j] = mul(sums.moving[j], decay);
+      l = fma(broadcast(da[j]), sums.moving[j], l);
+      m = fma(broadcast(db[j]), sums.moving[j], m);
+    }
+    sums.moving[kRow] = k;
+    sums.reads[kRow] = fma(q, m, mul(k, l));
+    sums.left[kRow] = fma(diagonal, q, l);
+    put(head->dq, kRow, fma(diagonal, k, m));
+    sums.carried[kRow] = sums.carried_sum;
+    sums.carried_sum = fma(load(chunk->carried + at), load(buffers->d_carried + at), sums.carried_sum);
+    if constexpr (kRow + 1 < kKdaChunk) down<kRow + 1>(sums);
+  }
+
+  template <int kRow>
+  HWY_INLINE void up(RowSums& sums) const {
+    const ChunkRows& rows = chunk->rows;
+    const int64_t at = kRow * rows.ld + channel;
+    const float* da = buffers->d_scores + kRow * kKdaChunk;
+    const float* db = da + kKdaChunk * kKdaChunk;
+    const Lanes decay = load(rows.decay + at), k = load(rows.key + at), q = load(rows.query + at);
+    sums.suffix = add(sums.suffix, fnma(k, sums.moving[kRow], sums.reads[kRow]));
+    put(head->dlog_decay, kRow, add(sums.carried[kRow], sums.suffix));
+    put(head->dk, kRow,
+        fma(sums.to_end, load(buffers->d_carried + at), add(sums.left[kRow], sums.moving[kRow])));
+    sums.to_end = mul(sums.to_end, decay);
+#pragma GCC unroll 16
+    for (int j = 0; j < kRow; ++j) {
+      sums.moving[j] = mul(fma(broadcast(da[j]), k, fma(broadcast(db[j]), q, sums.moving[j])), decay);
+    }
+    if constexpr (kRow > 0) up<kRow - 1>(sums);
+  }
+};
+
+// dq, dk and dlog_decay of sixteen channels, from the gradients of everything the rows went into. With
+//   L_i = d(kP)_i P_i + sum_{j<i} dA_ij k_j E_ij,   M_i = d(qP)_i P_i + sum_{j<i} dB_ij k_j E_ij   (i reads
+//   the past) Z_j = sum_{i>j} (dA_ij k_i + dB_ij q_i) E_ij (j is read later)
+// dq_i = M_i + dB_ii k_i,  dk_i = L_i + Z_i + dB_ii q_i + E_Ci dK_Ci.  dg_t sums whatever decayed at t: all
+// of P_C dP_C, the carried rows before t, and for rows from t on what they read less what is read of them.
+HWY_NOINLINE void row_gradients(const RowGradients& gradients) {
+  RowSums sums;
+  sums.carried_sum = load(gradients.buffers->d_total + gradients.channel);
+  gradients.down<0>(sums);
+  sums.suffix = zero_lanes();
+  sums.to_end = broadcast(1.0f);
+#pragma GCC unroll 16
+  for (int j = 0; j < kKdaChunk; ++j) sums.moving[j] = zero_lanes();
+  gradients.up<kKdaChunk - 1>(sums);
 }
 
 // The gradients of one chunk, rows [first, first + count) of the sequence. `fresh`: its start state is zero;
 // `last`: so is D, the gradient of its end state. Replaces D by the gradient of the start state.
-HWY_INLINE void backward_chunk(const BackwardHead& head, const BackwardBuffers& buffers,
-                               const SpanChunk& chunk, int64_t first, int64_t count, bool fresh, bool last) {
+HWY_NOINLINE void backward_chunk(const BackwardHead& head, const BackwardBuffers& buffers,
+                                 const SpanChunk& chunk, int64_t first, int64_t count, bool fresh,
+                                 bool last) {
   const int64_t dk = buffers.dk, dv = buffers.dv, ldk = buffers.ldk, ldv = buffers.ldv;
   const ChunkRows& rows = chunk.rows;
   float* d_o = buffers.slopes + kKdaChunk * ldv;
@@ -273,7 +281,7 @@ HWY_INLINE void backward_chunk(const BackwardHead& head, const BackwardBuffers& 
   } else {
     block_gemm(dv, kKdaChunk, dk, LeftFactor{buffers.d_state, ldk, 1}, rows.reach, kKdaChunk,
                buffers.du_columns, kKdaChunk, false);
-    transpose(ldv, kKdaChunk, buffers.du_columns, kKdaChunk, buffers.du, ldv);
+    pack_transposed(ldv, kKdaChunk, buffers.du_columns, kKdaChunk, buffers.du, ldv);
   }
   constexpr int kWide = kLanesParts == 1 ? 4 : 2;
   int64_t column = 0;
@@ -294,7 +302,7 @@ HWY_INLINE void backward_chunk(const BackwardHead& head, const BackwardBuffers& 
     *head.dbeta.row(first + i) = sum_lanes(dots);
   }
 
-  transpose(kKdaChunk, ldv, chunk.u, ldv, buffers.u_columns, kKdaChunk);
+  pack_transposed(kKdaChunk, ldv, chunk.u, ldv, buffers.u_columns, kKdaChunk);
   block_gemm(2 * kKdaChunk, kKdaChunk, dv, LeftFactor{buffers.slopes, ldv, 1}, buffers.u_columns, kKdaChunk,
              buffers.d_scores, kKdaChunk, false);
   if (fresh) {
@@ -310,14 +318,14 @@ HWY_INLINE void backward_chunk(const BackwardHead& head, const BackwardBuffers& 
                false);
   }
   const float* total = rows.prefix + (kKdaChunk - 1) * ldk;
-  for (int64_t d = 0; d < ldk; d += kLanes) {
-    Lanes sum = zero_lanes();
-    for (int64_t e = 0; e < dv && !fresh && !last; ++e) {
-      sum = fma(load(chunk.state + e * ldk + d), load(buffers.d_state + e * ldk + d), sum);
-    }
-    store(mul(load(total + d), sum), buffers.d_total + d);
+  if (fresh || last) {
+    std::fill(buffers.d_total, buffers.d_total + ldk, 0.0f);
+  } else {
+    total_gradient(buffers, chunk.state, total);
   }
-  for (int64_t d = 0; d < dk; d += kLanes) row_gradients(head, buffers, chunk, first, count, d);
+  for (int64_t d = 0; d < dk; d += kLanes) {
+    row_gradients(RowGradients{&head, &buffers, &chunk, first, count, d});
+  }
 
   if (fresh) return;
   decay_and_add(buffers, total, last ? nullptr : buffers.d_state, buffers.d_state,
@@ -331,10 +339,17 @@ HWY_INLINE void backward_head(const BackwardHead& head, const BackwardBuffers& b
   for (int64_t start = (count - 1) / kKdaSpan * kKdaSpan; start >= 0; start -= kKdaSpan) {
     const int64_t rows = std::min(kKdaSpan, count - start), chunks = (rows + kKdaChunk - 1) / kKdaChunk;
     const auto rows_of = [&](int64_t c) { return std::min(kKdaChunk, rows - c * kKdaChunk); };
+    if (start > 0) {  // the span before is next, and whole
+      const int64_t first = start - kKdaSpan;
+      for (const HeadRows* t : {&head.q, &head.k, &head.log_decay})
+        prefetch_rows(*t, first, kKdaSpan, buffers.dk);
+      for (const HeadRows* t : {&head.r, &head.d_o}) prefetch_rows(*t, first, kKdaSpan, buffers.dv);
+    }
     if (start > 0) {
       const float* state = span_states.f32() + (span + start / kKdaSpan) * span_states.stride(0) +
                            head_index * span_states.stride(1);
-      transpose(buffers.dk, buffers.dv, state, span_states.stride(2), buffers.chunks[0].state, buffers.ldk);
+      pack_transposed(buffers.dk, buffers.dv, state, span_states.stride(2), buffers.chunks[0].state,
+                      buffers.ldk);
     }
     for (int64_t c = 0; c < chunks; ++c) {
       const SpanChunk& chunk = buffers.chunks[c];

@@ -51,6 +51,16 @@ HWY_INLINE HeadRows head_rows(const Tensor& t, int64_t first, int64_t head) {
   return {t.f32() + first * t.stride(0) + head * t.stride(1), t.stride(0)};
 }
 
+// Asks for `count` rows of n values. A head's rows are short pieces far apart, which the hardware does not
+// foresee; they wait in the second-level cache, since a chunk's own work fills the first.
+HWY_INLINE void prefetch_rows(const HeadRows& rows, int64_t first, int64_t count, int64_t n) {
+  constexpr int kForReading = 0, kSecondLevel = 2;
+  for (int64_t i = first; i < first + count; ++i) {
+    const float* row = rows.row(i);
+    for (int64_t d = 0; d < n; d += kLanes) __builtin_prefetch(row + d, kForReading, kSecondLevel);
+  }
+}
+
 // Copies n values to a row padded with zeros to whole lanes.
 HWY_INLINE void pack_row(const float* from, int64_t n, float* to) {
   for_lanes(n, [&](int64_t i, auto chunk) HWY_ATTR { store(chunk.load(from + i), to + i); });
@@ -85,8 +95,8 @@ HWY_INLINE ChunkRows allocate_chunk_rows(int64_t dk, Worker& worker) {
 }
 
 // Row i as it arrives.
-HWY_INLINE void load_row(const ChunkRows& rows, int64_t i, const float* q, const float* k,
-                         const float* log_decay) {
+HWY_NOINLINE void load_row(const ChunkRows& rows, int64_t i, const float* q, const float* k,
+                           const float* log_decay) {
   pack_row(q, rows.dk, rows.query + i * rows.ld);
   pack_row(k, rows.dk, rows.key + i * rows.ld);
   float* decay = rows.decay + i * rows.ld;
@@ -95,7 +105,7 @@ HWY_INLINE void load_row(const ChunkRows& rows, int64_t i, const float* q, const
 }
 
 // P of rows [0, end), and k P and q P of rows [begin, end).
-HWY_INLINE void scale_rows(const ChunkRows& rows, int64_t begin, int64_t end) {
+HWY_NOINLINE void scale_rows(const ChunkRows& rows, int64_t begin, int64_t end) {
   const int64_t ld = rows.ld;
   for (int64_t d = 0; d < ld; d += kLanes) {
     Lanes prefix = load(rows.decay + d);
@@ -113,7 +123,7 @@ HWY_INLINE void scale_rows(const ChunkRows& rows, int64_t begin, int64_t end) {
 // Moves the decayed keys past rows [first, first + kRows) and, if kScored, writes these rows of A and B: lane
 // j of a vector belongs to row j, and each element is a chain over ascending d.
 template <int kRows, bool kScored>
-HWY_INLINE void reach_rows(const ChunkRows& rows, int64_t first) {
+HWY_NOINLINE void reach_rows(const ChunkRows& rows, int64_t first) {
   const LanesTag tag;
   const int64_t ld = rows.ld;
   const float* HWY_RESTRICT decay = rows.decay + first * ld;
@@ -122,7 +132,9 @@ HWY_INLINE void reach_rows(const ChunkRows& rows, int64_t first) {
   float* HWY_RESTRICT reach = rows.reach;
   hn::Mask<LanesTag> own[kRows][kLanesParts];
   Lanes a[kRows], b[kRows];
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
     for (int64_t part = 0; part < kLanesParts; ++part) {
       own[r][part] = hn::Eq(hn::Iota(tag, static_cast<float>(part * kLanesPartSize)),
                             hn::Set(tag, static_cast<float>(first + r)));
@@ -132,9 +144,11 @@ HWY_INLINE void reach_rows(const ChunkRows& rows, int64_t first) {
   }
   for (int64_t d = 0; d < rows.dk; ++d) {
     Lanes w = first == 0 ? zero_lanes() : load(reach + d * kKdaChunk);
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Lanes k = broadcast(key[r * ld + d]);
       w = mul(w, broadcast(decay[r * ld + d]));
+#pragma GCC unroll 16
       for (int64_t part = 0; part < kLanesParts; ++part) {
         w.part[part] = hn::IfThenElse(own[r][part], k.part[part], w.part[part]);
       }
@@ -144,7 +158,9 @@ HWY_INLINE void reach_rows(const ChunkRows& rows, int64_t first) {
     }
     store(w, reach + d * kKdaChunk);
   }
-  for (int r = 0; r < kRows && kScored; ++r) {
+  if (!kScored) return;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
     store(a[r], rows.a + (first + r) * kKdaChunk);
     store(b[r], rows.b + (first + r) * kKdaChunk);
   }
@@ -181,8 +197,8 @@ HWY_INLINE void state_products(const ChunkRows& rows, int64_t begin, int64_t end
 
 // S <- Diag(P_15) S + sum_j (k_j E_15,j) u_jᵀ, each element a chain over ascending j. `fresh`: S counts as
 // zero before.
-HWY_INLINE void fold_chunk(const ChunkRows& rows, const float* u, int64_t ldu, int64_t dv, bool fresh,
-                           float* state, int64_t state_stride) {
+HWY_NOINLINE void fold_chunk(const ChunkRows& rows, const float* u, int64_t ldu, int64_t dv, bool fresh,
+                             float* state, int64_t state_stride) {
   const float* total = rows.prefix + (kKdaChunk - 1) * rows.ld;
   for (int64_t d = 0; d < rows.dk && !fresh; ++d) {
     float* row = state + d * state_stride;

@@ -27,8 +27,8 @@ struct ChunkColumns {
 // Forward substitution for rows [begin, end) in kVectors lanes of columns from `column` on: r and o are
 // chains over ascending j. The last vector holds `tail` columns (16 = full).
 template <int kVectors>
-HWY_INLINE void solve_columns(const ChunkRows& rows, const ChunkColumns& columns, int64_t begin, int64_t end,
-                              int64_t column, int64_t tail) {
+HWY_NOINLINE void solve_columns(const ChunkRows& rows, const ChunkColumns& columns, int64_t begin,
+                                int64_t end, int64_t column, int64_t tail) {
   const int64_t ld = columns.ld;
   const float* x = columns.x + column;
   float* u = columns.u + column;
@@ -43,6 +43,7 @@ HWY_INLINE void solve_columns(const ChunkRows& rows, const ChunkColumns& columns
   };
   for (int64_t i = begin; i < end; ++i) {
     Lanes r[kVectors], o[kVectors];
+#pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
       const float* v = columns.v.row(i - begin) + column + n * kLanes;
       r[n] = sub(partial(n) ? load_first(v, tail) : load(v), load(x + i * ld + n * kLanes));
@@ -52,6 +53,7 @@ HWY_INLINE void solve_columns(const ChunkRows& rows, const ChunkColumns& columns
     const float* b = rows.b + i * kKdaChunk;
     for (int64_t j = 0; j < i; ++j) {
       const Lanes aij = broadcast(a[j]), bij = broadcast(b[j]);
+#pragma GCC unroll 16
       for (int n = 0; n < kVectors; ++n) {
         const Lanes uj = load(u + j * ld + n * kLanes);
         r[n] = fnma(aij, uj, r[n]);
@@ -59,6 +61,7 @@ HWY_INLINE void solve_columns(const ChunkRows& rows, const ChunkColumns& columns
       }
     }
     const Lanes beta = broadcast(columns.beta[(i - begin) * columns.beta_stride]), bii = broadcast(b[i]);
+#pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
       const Lanes ui = mul(beta, r[n]);
       store(ui, u + i * ld + n * kLanes);
@@ -130,7 +133,12 @@ HWY_INLINE void forward_head(const Kda& args, int64_t b, int64_t head, int64_t s
       pack_row(live_row(cache.chunk_u, slot, i, head), dv, u + i * ldv);
     }
     const HeadRows q = head_rows(args.q, row, head), k = head_rows(args.k, row, head);
-    const HeadRows log_decay = head_rows(args.log_decay, row, head);
+    const HeadRows log_decay = head_rows(args.log_decay, row, head), v = head_rows(args.v, row, head);
+    const int64_t next = std::min(kKdaChunk, count - done - (end - begin));
+    prefetch_rows(q, end - begin, next, dk);
+    prefetch_rows(k, end - begin, next, dk);
+    prefetch_rows(log_decay, end - begin, next, dk);
+    prefetch_rows(v, end - begin, next, dv);
     for (int64_t i = begin; i < end; ++i)
       load_row(rows, i, q.row(i - begin), k.row(i - begin), log_decay.row(i - begin));
     scale_rows(rows, begin, end);
@@ -143,7 +151,7 @@ HWY_INLINE void forward_head(const Kda& args, int64_t b, int64_t head, int64_t s
     score_rows(rows, begin, end);
     const ChunkColumns columns{.beta = args.beta.row(row) + head,
                                .beta_stride = args.beta.stride(0),
-                               .v = head_rows(args.v, row, head),
+                               .v = v,
                                .o = head_rows(args.o, row, head),
                                .r = args.r.empty() ? HeadRows{nullptr, 0} : head_rows(args.r, row, head),
                                .x = x,
@@ -165,6 +173,17 @@ HWY_INLINE void forward_head(const Kda& args, int64_t b, int64_t head, int64_t s
   }
 }
 
+// Asks for what a head of a sequence with stored rows reads first.
+HWY_INLINE void prefetch_head(const Kda& args, int64_t b, int64_t head) {
+  if (args.cache.state.empty() || args.sequences.begin(b) == args.sequences.end(b)) return;
+  const int64_t slot = args.slots.i32()[b], dk = args.q.size(2), dv = args.v.size(2);
+  const int64_t live = args.sequences.cached_tokens(b) % kKdaChunk;
+  const auto rows = [&](const Tensor& t) { return HeadRows{live_row(t, slot, 0, head), t.stride(1)}; };
+  prefetch_rows(rows(args.cache.chunk_k), 0, live, dk);
+  prefetch_rows(rows(args.cache.chunk_g), 0, live, dk);
+  prefetch_rows(rows(args.cache.chunk_u), 0, live, dv);
+}
+
 // Items [begin, end) of sequences x heads.
 void kda_forward_items(const Kda& args, int64_t begin, int64_t end, Worker& worker) {
   const FlushSubnormals flush;
@@ -179,6 +198,7 @@ void kda_forward_items(const Kda& args, int64_t begin, int64_t end, Worker& work
     for (; b < item / heads; ++b) {
       if (b >= 0) span += (args.sequences.end(b) - args.sequences.begin(b) + kKdaSpan - 1) / kKdaSpan;
     }
+    if (item + 1 < end) prefetch_head(args, (item + 1) / heads, (item + 1) % heads);
     forward_head(args, b, item % heads, span, buffers);
   }
 }
@@ -186,9 +206,9 @@ void kda_forward_items(const Kda& args, int64_t begin, int64_t end, Worker& work
 // The recurrence in kVectors lanes of columns: one pass decays the state and reads it with k, one writes it
 // and reads it with q. The columns of a block stay in the first-level cache between the two.
 template <int kVectors>
-HWY_INLINE void recurrent_columns(const float* q, const float* k, const float* decay, float beta,
-                                  const float* v, int64_t dk, bool fresh, float* state, int64_t state_stride,
-                                  float* o, int64_t tail) {
+HWY_NOINLINE void recurrent_columns(const float* q, const float* k, const float* decay, float beta,
+                                    const float* v, int64_t dk, bool fresh, float* state,
+                                    int64_t state_stride, float* o, int64_t tail) {
   const auto partial = [&](int n) { return n == kVectors - 1 && tail != kLanes; };
   const auto get = [&](const float* from, int n) HWY_ATTR {
     return partial(n) ? load_first(from + n * kLanes, tail) : load(from + n * kLanes);
@@ -201,22 +221,27 @@ HWY_INLINE void recurrent_columns(const float* q, const float* k, const float* d
     }
   };
   Lanes read[kVectors], out[kVectors];
+#pragma GCC unroll 16
   for (int n = 0; n < kVectors; ++n) read[n] = out[n] = zero_lanes();
   for (int64_t d = 0; d < dk && !fresh; ++d) {
     const Lanes kd = broadcast(k[d]), a = broadcast(decay[d]);
+#pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) read[n] = fma(kd, mul(a, get(state + d * state_stride, n)), read[n]);
   }
   Lanes u[kVectors];
+#pragma GCC unroll 16
   for (int n = 0; n < kVectors; ++n) u[n] = mul(broadcast(beta), sub(get(v, n), read[n]));
   for (int64_t d = 0; d < dk; ++d) {
     float* row = state + d * state_stride;
     const Lanes kd = broadcast(k[d]), a = broadcast(decay[d]), qd = broadcast(q[d]);
+#pragma GCC unroll 16
     for (int n = 0; n < kVectors; ++n) {
       const Lanes s = fresh ? mul(kd, u[n]) : fma(kd, u[n], mul(a, get(row, n)));
       put(s, row, n);
       out[n] = fma(qd, s, out[n]);
     }
   }
+#pragma GCC unroll 16
   for (int n = 0; n < kVectors; ++n) put(out[n], o, n);
 }
 
