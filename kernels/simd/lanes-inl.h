@@ -13,6 +13,7 @@
 #endif
 
 #include <cstdint>
+#include <cstring>
 
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
@@ -63,11 +64,21 @@ HWY_INLINE Lanes load(const bf16* p) {
 HWY_INLINE void store(const Lanes& x, float* p) {
   for (int64_t i = 0; i < kLanesParts; ++i) hn::StoreU(x.part[i], LanesTag(), p + i * kLanesPartSize);
 }
-// Rounds to nearest even, as to_bf16() does.
+// Rounds to nearest even, as to_bf16() does; NaN stays NaN.
 HWY_INLINE void store(const Lanes& x, bf16* p) {
-  float values[kLanes];
-  store(x, values);
-  for (int64_t i = 0; i < kLanes; ++i) p[i] = to_bf16(values[i]);
+  const hn::Rebind<uint16_t, LanesTag> half;
+  const hn::RebindToUnsigned<LanesTag> whole;
+  const hn::RebindToSigned<LanesTag> number;
+  for (int64_t i = 0; i < kLanesParts; ++i) {
+    const auto bits = hn::BitCast(whole, x.part[i]);
+    const auto upper = hn::ShiftRight<16>(bits);
+    const auto odd = hn::And(upper, hn::Set(whole, 1u));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(whole, 0x7fffu))));
+    const auto is_nan = hn::RebindMask(whole, hn::IsNaN(x.part[i]));
+    const auto out = hn::IfThenElse(is_nan, hn::Or(upper, hn::Set(whole, 0x40u)), rounded);
+    hn::StoreU(hn::DemoteTo(half, hn::BitCast(number, out)), half,
+               reinterpret_cast<uint16_t*>(p) + i * kLanesPartSize);
+  }
 }
 
 // The first n (1..15) values; the other lanes read as `fill` and are not written.
@@ -81,9 +92,15 @@ HWY_INLINE Lanes load_first(const float* p, int64_t n, float fill = 0.0f) {
   });
 }
 HWY_INLINE Lanes load_first(const bf16* p, int64_t n, float fill = 0.0f) {
-  float values[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) values[i] = i < n ? to_f32(p[i]) : fill;
-  return load(values);
+  bf16 values[kLanes] = {};
+  std::memcpy(values, p, static_cast<size_t>(n) * sizeof(bf16));
+  const Lanes x = load(values);
+  const LanesTag d;
+  return map([&](int64_t i) HWY_ATTR {
+    const int64_t left = n - i * kLanesPartSize;
+    if (left <= 0) return hn::Set(d, fill);
+    return hn::IfThenElse(hn::FirstN(d, static_cast<size_t>(left)), x.part[i], hn::Set(d, fill));
+  });
 }
 HWY_INLINE void store_first(const Lanes& x, float* p, int64_t n) {
   const LanesTag d;
@@ -94,9 +111,9 @@ HWY_INLINE void store_first(const Lanes& x, float* p, int64_t n) {
   }
 }
 HWY_INLINE void store_first(const Lanes& x, bf16* p, int64_t n) {
-  float values[kLanes];
+  bf16 values[kLanes];
   store(x, values);
-  for (int64_t i = 0; i < n; ++i) p[i] = to_bf16(values[i]);
+  std::memcpy(p, values, static_cast<size_t>(n) * sizeof(bf16));
 }
 
 #define SLIPSTREAM_LANES_BINARY(name, op)                                                    \
@@ -133,21 +150,30 @@ HWY_INLINE Lanes sigmoid(const Lanes& a) {
   return div(one, add(one, exp(sub(zero_lanes(), a))));
 }
 
-// The sixteen lanes folded 8+8, 4+4, 2+2, 1+1.
+// The sixteen lanes folded 8+8, 4+4, 2+2, 1+1: fold(lower half, upper half) of vectors.
+template <class V, class Fold>
+HWY_INLINE auto fold_to_eight(const V (&part)[1], Fold&& fold) {
+  const hn::CappedTag<float, 8> eight;
+  return fold(hn::LowerHalf(eight, part[0]), hn::UpperHalf(eight, part[0]));
+}
+template <class V, class Fold>
+HWY_INLINE auto fold_to_eight(const V (&part)[2], Fold&& fold) {
+  return fold(part[0], part[1]);
+}
 template <class Fold>
 HWY_INLINE float fold_lanes(const Lanes& x, Fold&& fold) {
-  float v[kLanes];
-  store(x, v);
-  for (int64_t width = kLanes / 2; width >= 1; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) v[i] = fold(v[i], v[i + width]);
-  }
-  return v[0];
+  const hn::CappedTag<float, 4> four;
+  const auto eight = fold_to_eight(x.part, fold);
+  const auto sums = fold(hn::LowerHalf(four, eight), hn::UpperHalf(four, eight));
+  const auto two = fold(sums, hn::Shuffle1032(sums));
+  return hn::GetLane(fold(two, hn::Shuffle2301(two)));
 }
 HWY_INLINE float sum_lanes(const Lanes& x) {
-  return fold_lanes(x, [](float a, float b) { return a + b; });
+  return fold_lanes(x, [](auto a, auto b) HWY_ATTR { return hn::Add(a, b); });
 }
+// a > b ? a : b at every fold.
 HWY_INLINE float max_lanes(const Lanes& x) {
-  return fold_lanes(x, [](float a, float b) { return a > b ? a : b; });
+  return fold_lanes(x, [](auto a, auto b) HWY_ATTR { return hn::Max(a, b); });
 }
 
 // body(offset, load_or_load_first, store_or_store_first) over a row of n values in steps of sixteen:
