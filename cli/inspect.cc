@@ -47,9 +47,13 @@ nlohmann::ordered_json to_json(const model::ModelConfig& config, const model::Ac
 
 // 742008052992 -> "742,008,052,992".
 std::string grouped(int64_t n) {
-  std::string digits = std::to_string(n);
-  for (int64_t i = static_cast<int64_t>(digits.size()) - 3; i > 0; i -= 3) digits.insert(static_cast<size_t>(i), ",");
-  return digits;
+  const std::string digits = std::to_string(n);
+  std::string out;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) out += ',';
+    out += digits[i];
+  }
+  return out;
 }
 
 void print_row(const char* name, int64_t n) { std::printf("  %-22s %22s\n", name, grouped(n).c_str()); }

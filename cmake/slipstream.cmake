@@ -1,8 +1,8 @@
 # How every target of ours is built: one set of flags, one shape of test.
 
-# AVX2 + FMA is the oldest CPU we run on; AVX-512 forms are chosen at run time (kernels/simd). AES and PCLMUL, which
-# every such CPU has, are part of what Highway calls AVX2: without them its baseline would be SSSE3, and every SIMD
-# file would be compiled twice more, for CPUs whose multiply-add is not fused.
+# AVX2 + FMA is the oldest CPU we run on; AVX-512 forms are chosen at run time (kernels/simd). AES and PCLMUL,
+# which every such CPU has, are part of what Highway calls AVX2: without them its baseline would be SSSE3, and
+# every SIMD file would be compiled twice more, for CPUs whose multiply-add is not fused.
 # -ffp-contract=off: a fused multiply-add happens where the source says so and nowhere else, so that
 # two builds of one formula, and its reference, round alike.
 add_library(slipstream_flags INTERFACE)

@@ -18,6 +18,9 @@ constexpr int64_t kPackedDepth = 256;
 constexpr int64_t kStreamedDepth = 128;
 constexpr int64_t kInPlaceDepth = 32;
 constexpr int64_t kStreamedRows = 4 * kTileRows;
+// A transposed left factor is packed for this many rows of c at a time (a multiple of 16): each k is a page
+// of its own, and should give more than one cache line.
+constexpr int64_t kLeftRows = 48;
 // Every strip reads an unpacked b again: good for few strips, or when b stays in L1.
 constexpr int64_t kInPlaceRows = 2 * kTileRows;
 constexpr int64_t kInPlaceValues = 8192;
@@ -55,7 +58,7 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
   const int64_t depth = std::min(g.k, streamed ? kStreamedDepth : kPackedDepth);
   const int64_t columns_at_once = streamed ? width : g.n;
   float* panels = worker.scratch<float>((columns_at_once + width - 1) / width * width * depth);
-  float* left = g.a_col == 1 ? nullptr : worker.scratch<float>(kLanes * depth);
+  float* left = g.a_col == 1 ? nullptr : worker.scratch<float>(kLeftRows * depth);
   for (int64_t column = 0; column < g.n; column += columns_at_once) {
     const int64_t column_end = std::min(column + columns_at_once, g.n);
     for (int64_t k = 0; k < g.k; k += depth) {
@@ -70,17 +73,25 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
           pack_rows(columns, count, b + k * g.ldb + j, g.ldb, panel, width);
         }
       }
-      for_row_strips(g.m, [&](int64_t row, int64_t rows) HWY_ATTR {
-        LeftFactor a{g.a + row * g.a_row + k * g.a_col, g.a_row, g.a_col};
-        if (left != nullptr) {  // a row of k would be a page for each k
-          pack_rows(rows, count, a.data, a.col, left, kLanes);
-          a = {left, 1, kLanes};
-        }
-        for (int64_t j = column; j < column_end; j += width) {
-          block_gemm_strip(rows, std::min(width, column_end - j), count, a, panels + (j - column) * depth,
-                           width, g.c + row * g.ldc + j, g.ldc, g.accumulate || k > 0);
-        }
-      });
+      const auto multiply_rows = [&](int64_t row, int64_t rows, LeftFactor a) HWY_ATTR {
+        for_row_strips(rows, [&](int64_t first, int64_t height) HWY_ATTR {
+          const LeftFactor strip{a.data + first * a.row, a.row, a.col};
+          float* c = g.c + (row + first) * g.ldc;
+          for (int64_t j = column; j < column_end; j += width) {
+            block_gemm_strip(height, std::min(width, column_end - j), count, strip,
+                             panels + (j - column) * depth, width, c + j, g.ldc, g.accumulate || k > 0);
+          }
+        });
+      };
+      if (left == nullptr) {
+        multiply_rows(0, g.m, LeftFactor{g.a + k, g.a_row, 1});
+        continue;
+      }
+      const auto pack_and_multiply = [&](int64_t row, int64_t rows) HWY_ATTR {
+        pack_rows(rows, count, g.a + row + k * g.a_col, g.a_col, left, kLeftRows);
+        multiply_rows(row, rows, LeftFactor{left, 1, kLeftRows});
+      };
+      for_row_strips(g.m, pack_and_multiply, kLeftRows);
     }
   }
 }
