@@ -8,7 +8,7 @@
 
 namespace slipstream::cli {
 
-// "glm5-tiny, glm52-tiny, flash-tiny, glm5, glm52, flash": tiny ones to create and train in seconds, and the published
+// "flash, flash-150m, flash-tiny, ...": tiny ones to create and train in seconds, one to measure with, and the published
 // shapes.
 std::string preset_names();
 

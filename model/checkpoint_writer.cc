@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "model/checkpoint_index.h"
 #include "model/mapped_file.h"
 #include "model/output_file.h"
+#include "model/strict_json.h"
 #include "model/tensor_rows.h"
 
 namespace slipstream::model {
@@ -27,49 +29,12 @@ constexpr int64_t kShardsMax = 99'999;  // five digits in the file names
 constexpr int64_t kLengthBytes = 8;     // in front of the header
 constexpr char kHeaderBegin[] = R"({"__metadata__":{"format":"pt"})";
 
-bool is_utf8(std::string_view text) {
-  size_t i = 0;
-  while (i < text.size()) {
-    const auto byte = [&](size_t at) { return static_cast<uint32_t>(static_cast<unsigned char>(text[at])); };
-    const uint32_t lead = byte(i);
-    const size_t length = lead < 0x80       ? 1
-                          : lead >> 5 == 6  ? 2
-                          : lead >> 4 == 14 ? 3
-                          : lead >> 3 == 30 ? 4
-                                            : 0;
-    if (length == 0 || i + length > text.size()) return false;
-    uint32_t code = length == 1 ? lead : lead & (0xffu >> (length + 1));
-    for (size_t k = 1; k < length; ++k) {
-      if (byte(i + k) >> 6 != 2) return false;
-      code = code << 6 | (byte(i + k) & 0x3f);
-    }
-    constexpr uint32_t kSmallest[] = {0, 0, 0x80, 0x800, 0x10000};
-    const bool surrogate = code >= 0xd800 && code < 0xe000;
-    if (code < kSmallest[length] || code > 0x10ffff || surrogate) return false;
-    i += length;
-  }
-  return true;
-}
-
-// A JSON string of valid UTF-8.
-std::string json_string(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    if (static_cast<unsigned char>(c) < 0x20) {
-      out += absl::StrFormat("\\u%04x", static_cast<int>(c));
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
-
-std::string format_entry(const StoredTensor& tensor, int64_t begin, int64_t end) {
+std::string format_entry(const std::string& json_name, const StoredTensor& tensor, int64_t begin,
+                         int64_t end) {
   std::string shape = describe_shape(tensor.shape);
   std::erase(shape, ' ');
-  return absl::StrCat(",", json_string(tensor.name), ":{\"dtype\":\"", name_of(tensor.dtype),
-                      "\",\"shape\":", shape, ",\"data_offsets\":[", begin, ",", end, "]}");
+  return absl::StrCat(",", json_name, ":{\"dtype\":\"", name_of(tensor.dtype), "\",\"shape\":", shape,
+                      ",\"data_offsets\":[", begin, ",", end, "]}");
 }
 
 // Digits follow `prefix`; returns what is after them, or "" if there are fewer than five.
@@ -129,7 +94,8 @@ absl::Status CheckpointWriter::add(std::string_view name, const Tensor& tensor, 
   return add_entry({.tensor = std::move(stored),
                     .source = tensor,
                     .file_dtype = file_dtype,
-                    .file_bytes = tensor.numel() * size_of(file_dtype)});
+                    .file_bytes = tensor.numel() * size_of(file_dtype),
+                    .json_name = {}});
 }
 
 absl::Status CheckpointWriter::add_raw(const StoredTensor& tensor) {
@@ -141,15 +107,17 @@ absl::Status CheckpointWriter::add_raw(const StoredTensor& tensor) {
     return absl::InvalidArgumentError(absl::StrCat(printable(tensor.name), ": ", tensor.describe(), " with ",
                                                    tensor.bytes.size(), " bytes"));
   }
-  return add_entry({.tensor = tensor, .source = {}, .file_dtype = {}, .file_bytes = bytes});
+  return add_entry({.tensor = tensor, .source = {}, .file_dtype = {}, .file_bytes = bytes, .json_name = {}});
 }
 
 absl::Status CheckpointWriter::add_entry(Entry entry) {
   const std::string& name = entry.tensor.name;
-  if (name.empty() || name.size() > kNameBytesMax || name == "__metadata__" || !is_utf8(name)) {
+  const std::optional<std::string> json_name = to_json_string(name);
+  if (name.empty() || name.size() > kNameBytesMax || name == "__metadata__" || !json_name.has_value()) {
     return absl::InvalidArgumentError(absl::StrCat("tensor name \"", printable(name), "\", expected 1 to ",
                                                    kNameBytesMax, " bytes of UTF-8 other than __metadata__"));
   }
+  entry.json_name = *json_name;
   if (!names_.insert(name).second)
     return absl::AlreadyExistsError(absl::StrCat(printable(name), ": added twice"));
   entries_.push_back(std::move(entry));
@@ -160,7 +128,7 @@ std::string CheckpointWriter::format_header(const Shard& shard) {
   std::string text = kHeaderBegin;
   int64_t offset = 0;
   for (const Entry* entry : shard.entries) {
-    text += format_entry(entry->tensor, offset, offset + entry->file_bytes);
+    text += format_entry(entry->json_name, entry->tensor, offset, offset + entry->file_bytes);
     offset += entry->file_bytes;
   }
   text += '}';
@@ -180,7 +148,8 @@ absl::StatusOr<std::vector<CheckpointWriter::Shard>> CheckpointWriter::plan() co
   std::vector<Shard> shards;
   int64_t header_bound = 0;
   for (const Entry& entry : entries_) {
-    const int64_t entry_bound = static_cast<int64_t>(format_entry(entry.tensor, kWidest, kWidest).size());
+    const int64_t entry_bound =
+        static_cast<int64_t>(format_entry(entry.json_name, entry.tensor, kWidest, kWidest).size());
     const auto fits = [&] {
       int64_t total = 0;
       const bool overflow = __builtin_add_overflow(shards.back().data_bytes, entry.file_bytes, &total) ||

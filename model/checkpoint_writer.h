@@ -58,6 +58,7 @@ class CheckpointWriter {
     kernels::Tensor source;                            // absent if raw
     kernels::DType file_dtype = kernels::DType::kF32;  // of a source
     int64_t file_bytes = 0;
+    std::string json_name;  // quoted and escaped
   };
   // One file: its header, then the entries one after the other.
   struct Shard {

@@ -34,6 +34,7 @@ Model::Model(ModelConfig config, parallel::Groups groups)
 LayerCache Model::layer_cache(size_t layer, DType dtype, Step& step) const {
   const PreparedBatch& batch = step.batch;
   if (batch.cache != nullptr) return batch.cache->layers()[layer];
+  if (config_.layers[layer].attention == AttentionKind::kKda) return {};  // whole sequences need no state before them
   return allocate_layer_cache(config_, config_.layers[layer], dtype, batch.token_page_count, batch.pool_page_count,
                               batch.sequences.count(), step.arena);
 }

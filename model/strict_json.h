@@ -1,10 +1,11 @@
-// JSON read event by event. The parser (nlohmann's SAX interface) neither throws nor builds a tree, so a
-// hostile document costs no more memory than what a handler keeps. Private to this folder's .cc files: slow
-// to compile.
+// JSON read event by event, and its strings written. The reader (nlohmann's SAX interface) neither throws nor
+// builds a tree, so a hostile document costs no more memory than what a handler keeps. Private to this
+// folder's .cc files: slow to compile.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -65,5 +66,14 @@ class StrictJson : public nlohmann::json_sax<nlohmann::json> {
   }
   absl::Status status_;
 };
+
+// The text as a JSON string, in its quotes; nothing if it is not UTF-8.
+inline std::optional<std::string> to_json_string(std::string_view text) {
+  try {
+    return nlohmann::json(text).dump();
+  } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  }
+}
 
 }  // namespace slipstream::model

@@ -10,13 +10,15 @@ HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
 namespace HWY_NAMESPACE {
 
-// Depths of k a block works on at a time. Packed panels of b stay in L2 while all strips of a pass over them
-// (16 panels of 256 x 32 fp32 are 512 KiB); with a single strip of rows one panel is packed and used in L1.
-// Rows of an unpacked b are read side by side, few enough for the prefetcher.
+// Depths of k a block works on at a time. A strip of rows passes over all packed panels of b, which stay in
+// L2 (sixteen of 256 x 32 fp32 are 512 KiB). For few rows one panel is packed and used at once, in L1, while
+// the next is on its way from memory. Rows of an unpacked b are read side by side, few enough for the
+// hardware's prefetcher.
 constexpr int64_t kPackedDepth = 256;
 constexpr int64_t kStreamedDepth = 128;
 constexpr int64_t kInPlaceDepth = 32;
-// An unpacked b is read in place for every strip: for few of them, or when it stays in L1.
+constexpr int64_t kStreamedRows = 4 * kTileRows;
+// Every strip reads an unpacked b again: good for few strips, or when b stays in L1.
 constexpr int64_t kInPlaceRows = 2 * kTileRows;
 constexpr int64_t kInPlaceValues = 8192;
 
@@ -48,13 +50,12 @@ void multiply_in_place(const GemmBlock& g, const TB* b) {
 
 template <class TB>
 void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
-  const bool one_strip = g.m <= kTileRows;
+  const bool streamed = g.m <= kStreamedRows;
   const int64_t width = g.m <= kWideRows ? kWideColumns : kTileColumns;
-  const int64_t depth = std::min(g.k, one_strip ? kStreamedDepth : kPackedDepth);
-  const int64_t columns_at_once = one_strip ? width : g.n;
-  const bool pack_left = !one_strip && (g.a_col != 1 || g.n > 4 * kTileColumns);
+  const int64_t depth = std::min(g.k, streamed ? kStreamedDepth : kPackedDepth);
+  const int64_t columns_at_once = streamed ? width : g.n;
   float* panels = worker.scratch<float>((columns_at_once + width - 1) / width * width * depth);
-  float* left = pack_left ? worker.scratch<float>(kLanes * depth) : nullptr;
+  float* left = g.a_col == 1 ? nullptr : worker.scratch<float>(kLanes * depth);
   for (int64_t column = 0; column < g.n; column += columns_at_once) {
     const int64_t column_end = std::min(column + columns_at_once, g.n);
     for (int64_t k = 0; k < g.k; k += depth) {
@@ -63,19 +64,16 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
         const int64_t columns = std::min(width, column_end - j);
         float* panel = panels + (j - column) * depth;
         if (g.transpose_b) {
-          pack_transposed(columns, count, b + j * g.ldb + k, g.ldb, panel, width);
+          const TB* next = k + depth < g.k ? b + j * g.ldb + k + depth : b + (j + width) * g.ldb;
+          pack_transposed(columns, count, b + j * g.ldb + k, g.ldb, panel, width, next);
         } else {
           pack_rows(columns, count, b + k * g.ldb + j, g.ldb, panel, width);
         }
       }
       for_row_strips(g.m, [&](int64_t row, int64_t rows) HWY_ATTR {
         LeftFactor a{g.a + row * g.a_row + k * g.a_col, g.a_row, g.a_col};
-        if (pack_left) {
-          if (a.col == 1) {
-            pack_transposed(rows, count, a.data, a.row, left, kLanes);
-          } else {
-            pack_rows(rows, count, a.data, a.col, left, kLanes);
-          }
+        if (left != nullptr) {  // a row of k would be a page for each k
+          pack_rows(rows, count, a.data, a.col, left, kLanes);
           a = {left, 1, kLanes};
         }
         for (int64_t j = column; j < column_end; j += width) {
@@ -197,6 +195,7 @@ void launch(const Gemm& args, Stream& stream) {
         product.b = static_cast<const char*>(first.b) + index * args.b.stride(0) * size_of(first.b_dtype);
         product.c += index * args.c.stride(0);
       }
+      worker.reset();
       run(block_of(product, grid, i % grid.blocks()), worker);
     }
   });

@@ -3,6 +3,7 @@
 // neighbours and the number of threads; bad arguments are refused by name.
 #include "kernels/gemm/gemm.h"
 
+#include "hwy/targets.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -82,6 +83,27 @@ TEST(GemmTest, EqualsReferenceOnLargeShapes) {
       }
     }
   }
+}
+
+// AVX2 machines compute what AVX-512 ones do.
+TEST(GemmTest, EveryTargetEqualsReference) {
+  for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
+    SCOPED_TRACE(hwy::TargetName(target));
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    for (int64_t m = 1; m <= 14; ++m) {
+      for (const bool transpose_a : {false, true}) {
+        for (const bool transpose_b : {false, true}) {
+          const DType dtype = m % 2 == 0 ? DType::kF32 : DType::kBf16;
+          expect_equals_reference({m, 75, 37}, {transpose_a, transpose_b, dtype, m % 3 == 0}, test_stream());
+        }
+      }
+    }
+    expect_equals_reference({61, 90, 300}, {false, true, DType::kBf16, true}, test_stream());
+    expect_equals_reference({61, 90, 300}, {true, false, DType::kF32}, test_stream());
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
 TEST(GemmTest, EmptyDimensions) {

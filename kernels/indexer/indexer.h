@@ -1,8 +1,7 @@
-// The DSA lightning indexer: which earlier positions a query attends to. DeepSeek-V3.2 2025,
-// arXiv:2512.02556; model-spec section 4.
+// The DSA lightning indexer: which earlier positions a query attends to. DeepSeek-V3.2 2025, arXiv:2512.02556;
+// model-spec section 4.
 //   I(t, s) = sum over j, ascending, of weights[t, j] * relu(q[t, j] · k[s] * key_scale)
-// in fp32: both sums are single chains of fused multiply-adds that start at zero, the product over ascending
-// channels.
+// in fp32: both sums are single chains of fused multiply-adds that start at zero, the product over ascending channels.
 #pragma once
 
 #include "kernels/sequences.h"
@@ -11,12 +10,11 @@
 
 namespace slipstream::kernels {
 
-// A key row stands for `pool` = P tokens: row p for pP .. pP+P-1 (P = 1: the token itself). It is a candidate
-// of query t once its last token is <= t, so there are n = (t + 1) / P, rounded down, of them. The topk / P
-// largest scores are selected, all rows while n <= topk / P (nothing is scored then), and expanded to their
-// positions. The order is total: equal scores (0 equals -0) go to the lower row, NaN comes after every
-// number. With `tail` the positions nP .. t of the query's incomplete pool are appended; without it a query
-// sees none of them, and none at all while t + 1 < P.
+// A key row stands for `pool` = P tokens: row p for pP .. pP+P-1 (P = 1: the token itself). It is a candidate of query
+// t once its last token is <= t, so there are n = (t + 1) / P, rounded down, of them. The topk / P largest scores are
+// selected, all rows while n <= topk / P (nothing is scored then), and expanded to their positions. The order is total:
+// equal scores (0 equals -0) go to the lower row, NaN comes after every number. With `tail` the positions nP .. t of
+// the query's incomplete pool are appended; without it a query sees none of them, and none at all while t + 1 < P.
 struct IndexerSelect {
   Tensor q;             // in   [T, Hi, Di] f32
   Tensor weights;       // in   [T, Hi] f32, already times Hi^-1/2
@@ -30,12 +28,11 @@ struct IndexerSelect {
   Tensor counts;        // out  [T] i32
 };
 
-// topk, plus pool - 1 with a tail; never more than `longest`, the number of tokens of the longest sequence
-// (cached + new).
+// topk, plus pool - 1 with a tail; never more than `longest`, the tokens of the longest sequence (cached + new).
 int64_t selection_width(int64_t topk, int64_t pool, bool tail, int64_t longest);
 
-// I(t, s) for given positions or pools: what the indexer's own loss (model-spec 9) differentiates. The bits
-// are those that IndexerSelect ranks.
+// I(t, s) for given positions or pools: what the indexer's own loss (model-spec 9) differentiates. The bits are those
+// that IndexerSelect ranks.
 struct IndexerScores {
   Tensor q;             // in   [T, Hi, Di] f32
   Tensor weights;       // in   [T, Hi] f32
@@ -43,8 +40,8 @@ struct IndexerScores {
   Sequences sequences;  // T rows
   int64_t pool = 1;     // tokens a key row
   float key_scale;
-  Tensor rows;    // in   [T, S] i32: rows of the query's sequence to score, in any order; -1 = none
-  Tensor scores;  // out  [T, S] f32; 0 where none
+  Tensor rows;          // in   [T, S] i32: rows of the query's sequence to score, in any order; -1 = none
+  Tensor scores;        // out  [T, S] f32; 0 where none
 };
 // The gradient of relu is 0 at 0.
 struct IndexerScoresBackward {
@@ -53,12 +50,11 @@ struct IndexerScoresBackward {
   Sequences sequences;  // T rows; every cached == 0
   int64_t pool = 1;     // tokens a key row
   float key_scale;
-  Tensor rows;      // in   [T, S] i32
-  Tensor dscores;   // in   [T, S] f32
-  Tensor dq;        // out  [T, Hi, Di] f32
-  Tensor dweights;  // out  [T, Hi] f32
-  Tensor
-      dkeys;  // out  [K, Di] f32: key rows of the sequences one after the other (tokens, or complete pools)
+  Tensor rows;          // in   [T, S] i32
+  Tensor dscores;       // in   [T, S] f32
+  Tensor dq;            // out  [T, Hi, Di] f32
+  Tensor dweights;      // out  [T, Hi] f32
+  Tensor dkeys;         // out  [K, Di] f32: key rows of the sequences one after the other (tokens, or complete pools)
 };
 
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.

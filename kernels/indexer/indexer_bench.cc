@@ -5,14 +5,16 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/indexer/indexer_bench.cc"
+#include "hwy/foreach_target.h"
+
+#include "kernels/indexer/topk-inl.h"
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <numeric>
 #include <vector>
 
-#include "hwy/foreach_target.h"
-#include "kernels/indexer/topk-inl.h"
 #include "kernels/testing/bench.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -2,14 +2,17 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/indexer/indexer_simd.cc"
+#include "hwy/foreach_target.h"
+
+#include "kernels/indexer/scores-inl.h"
+#include "kernels/indexer/topk-inl.h"
+#include "kernels/simd/block_gemm-inl.h"
+
 #include <algorithm>
 #include <memory>
 
-#include "hwy/foreach_target.h"
-#include "kernels/indexer/scores-inl.h"
+#include "hwy/cache_control.h"
 #include "kernels/indexer/select_plan.h"
-#include "kernels/indexer/topk-inl.h"
-#include "kernels/simd/block_gemm-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -65,24 +68,46 @@ void write_selection(const IndexerSelect& args, int64_t b, int64_t t, const int3
   std::fill(out, begin + args.indices.size(1), -1);
 }
 
+// A query with what the inner loops need of it.
+struct TileQuery {
+  QueryHeads heads;
+  const float* weights;
+  int64_t candidates;
+};
+
 template <class T>
 void score_unit(const IndexerSelect& args, const SelectUnit& unit, int64_t k, RunningTopK* top,
                 Worker& worker) {
-  const int64_t b = unit.sequence, width = args.q.size(2);
+  const int64_t b = unit.sequence, width = args.q.size(2), key_stride = args.keys.pool.stride(1);
+  TileQuery queries[kTileQueries];
+  const int64_t count = unit.end - unit.begin;
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t t = unit.begin + i;
+    queries[i] = {
+        .heads = heads_of(args, t), .weights = args.weights.row(t), .candidates = candidates_of(args, b, t)};
+  }
   float* panels = worker.scratch<float>(kBlockKeys * width);
   const T* rows[kBlockKeys];
   float scores[kBlockKeys];
-  int64_t first_scored = unit.begin;  // candidates grow with t, so the queries to score are the last ones
-  while (candidates_of(args, b, first_scored) <= k) ++first_scored;
+  int64_t first = 0;  // candidates grow with t, so the queries to score are the last ones
+  while (queries[first].candidates <= k) ++first;
   for (int64_t row = unit.first_row; row < unit.end_row; row += kBlockKeys) {
-    const int64_t count = std::min(kBlockKeys, unit.end_row - row);
-    const T* first = row_pointer<T>(args.keys, b, row);
-    for (int64_t i = 0; i < count; ++i) rows[i] = first + i * args.keys.pool.stride(1);
-    pack_panels(rows, count, kBlockKeys / kLanes, width, panels);
-    while (candidates_of(args, b, first_scored) <= row) ++first_scored;
-    for (int64_t t = first_scored; t < unit.end; ++t) {
-      score_pair(heads_of(args, t), args.weights.row(t), panels, scores);
-      push(top[t - unit.begin], k, scores, row, std::min(count, candidates_of(args, b, t) - row));
+    const int64_t present = std::min(kBlockKeys, unit.end_row - row);
+    const T* keys = row_pointer<T>(args.keys, b, row);
+    for (int64_t i = 0; i < present; ++i) rows[i] = keys + i * key_stride;
+    pack_panels(rows, present, kBlockKeys / kLanes, width, panels);
+    while (queries[first].candidates <= row) ++first;
+    // The next block's cache lines are asked for while this one is scored, a share with each query: the
+    // packing reads sixteen rows side by side, which the hardware does not foresee.
+    const T* next = row_pointer<T>(args.keys, b, std::min(row + kBlockKeys, unit.end_row - 1));
+    const int64_t share = (kBlockKeys + count - first - 1) / (count - first);
+    for (int64_t i = first; i < count; ++i) {
+      for (int64_t r = (i - first) * share; r < std::min((i - first + 1) * share, kBlockKeys); ++r) {
+        for (int64_t c = 0; c < width; c += kLine) hwy::Prefetch(next + r * key_stride + c);
+      }
+      score_pair(queries[i].heads, queries[i].weights, panels, scores);
+      push(top[i], k, scores, row, std::min(present, queries[i].candidates - row));
     }
   }
 }
@@ -110,7 +135,7 @@ void select_unit(const IndexerSelect& args, const SelectUnit& unit, int64_t inde
       write_selection(args, unit.sequence, t, own.rows, own.count);
       continue;
     }
-    const int64_t slot = index * kTileQueries + t - unit.begin;
+    const int64_t slot = index * partials.tile_queries + t - unit.begin;
     partials.counts[slot] = static_cast<int32_t>(own.count);
     std::copy_n(own.keys, own.count, partials.keys + slot * k);
     std::copy_n(own.rows, own.count, partials.rows + slot * k);
@@ -126,7 +151,7 @@ void merge_unit(const IndexerSelect& args, const SelectUnit& unit, const Partial
     if (candidates_of(args, unit.sequence, t) <= k) continue;
     top.count = 0;
     for (int64_t part = 0; part < unit.parts; ++part) {
-      const int64_t slot = (unit.first_unit + part) * kTileQueries + t - unit.begin;
+      const int64_t slot = (unit.first_unit + part) * partials.tile_queries + t - unit.begin;
       append(top, k, partials.keys + slot * k, partials.rows + slot * k, partials.counts[slot]);
     }
     settle(top, k);
@@ -312,9 +337,12 @@ void launch(const IndexerSelect& args, Stream& stream) {
   Partials partials{};
   std::unique_ptr<int32_t[]> memory;
   if (plan.split()) {
-    const int64_t slots = plan.units() * kTileQueries, k = args.topk / args.pool;
+    const int64_t slots = plan.units() * plan.tile_queries(), k = args.topk / args.pool;
     memory = std::make_unique_for_overwrite<int32_t[]>(static_cast<size_t>(slots * (1 + 2 * k)));
-    partials = {.counts = memory.get(), .keys = memory.get() + slots, .rows = memory.get() + slots * (1 + k)};
+    partials = {.tile_queries = plan.tile_queries(),
+                .counts = memory.get(),
+                .keys = memory.get() + slots,
+                .rows = memory.get() + slots * (1 + k)};
   }
   // The last queries see the most keys: longest first.
   stream.parallel_for(plan.units(), 1, [&](int64_t begin, int64_t, Worker& worker) {

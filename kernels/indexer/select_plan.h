@@ -8,8 +8,7 @@
 
 namespace slipstream::kernels {
 
-// Queries that share one packing of the keys: packing costs about as much as scoring one query of eight
-// heads.
+// Queries that share one packing of the keys, which costs about as much as scoring one query of eight heads.
 constexpr int64_t kTileQueries = 32;
 // Keys packed at a time: two panels of sixteen, half a page.
 constexpr int64_t kBlockKeys = 32;
@@ -35,7 +34,10 @@ class SelectPlan {
  public:
   SelectPlan(const IndexerSelect& args, int threads) : args_(args) {
     int64_t rows = 0;
-    for_each_tile([&](int64_t, int64_t, int64_t, int64_t tile_rows) { rows += tile_rows; });
+    for_each_tile([&](int64_t, int64_t begin, int64_t end, int64_t tile_rows) {
+      rows += tile_rows;
+      tile_queries_ = std::max(tile_queries_, end - begin);
+    });
     // Four units a thread even out the ends; below a thousand keys a split costs more than it gains.
     if (threads > 1) rows_max_ = std::max<int64_t>(1024, rows / (4 * threads) / kPageRows * kPageRows);
     for_each_tile([&](int64_t, int64_t, int64_t, int64_t tile_rows) {
@@ -46,6 +48,7 @@ class SelectPlan {
 
   int64_t units() const { return units_; }
   bool split() const { return split_; }
+  int64_t tile_queries() const { return tile_queries_; }  // of the largest tile
 
   SelectUnit unit(int64_t index) const {
     SelectUnit out{};
@@ -85,14 +88,16 @@ class SelectPlan {
   const IndexerSelect& args_;
   int64_t rows_max_ = int64_t{1} << 40;
   int64_t units_ = 0;
+  int64_t tile_queries_ = 0;
   bool split_ = false;
 };
 
 // What the units of a split tile leave behind: the best k rows of each query among the unit's.
 struct Partials {
-  int32_t* counts;  // [units, kTileQueries]
-  int32_t* keys;    // [units, kTileQueries, k]
-  int32_t* rows;    // [units, kTileQueries, k]
+  int64_t tile_queries;
+  int32_t* counts;  // [units, tile_queries]
+  int32_t* keys;    // [units, tile_queries, k]
+  int32_t* rows;    // [units, tile_queries, k]
 };
 
 }  // namespace slipstream::kernels

@@ -2,9 +2,9 @@
 //
 // Scores arrive in ascending row order and are kept in that order. Those above `floor` are appended, a vector
 // compare and a compress; when the buffer is full it is settled back to the best k: their least key is found
-// by bisection over counts (at most 32 vector passes over the buffer, usually 10-15), and one stable compress
-// keeps them. Because order is kept, ties need no positions in the comparison, and the result needs no sort.
-// All of it is exact, so the result does not depend on how the stream was cut or how often it was settled.
+// by bisection over counts (about eleven vector passes over the buffer, at most 32), and one stable compress keeps
+// them. Because order is kept, ties need no positions in the comparison, and the result needs no sort. All of
+// it is exact, so the result does not depend on how the stream was cut or how often it was settled.
 //
 // Included by files that go through hwy/foreach_target.h, once per target.
 #if defined(SLIPSTREAM_KERNELS_INDEXER_TOPK_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -47,9 +47,18 @@ struct RunningTopK {
   int64_t count = 0;       // kept so far
   int32_t floor = kNoKey;  // keys up to here can no longer be among the best
 
-  // Room to double before settling; one vector more, because compressing stores write whole vectors.
+  // Room to double before settling; one vector more, because keep() writes whole vectors.
   static int64_t capacity(int64_t k) { return 2 * k + kPushMax + kLanes; }
 };
+
+// Writes the chosen lanes at `at` and returns how many they are. Whole vectors are stored, rubbish after the
+// chosen lanes included.
+HWY_INLINE int64_t keep(KeysVec key, KeysVec row, hn::Mask<KeysTag> stays, RunningTopK& top, int64_t at) {
+  const KeysTag d;
+  hn::StoreU(hn::Compress(key, stays), d, top.keys + at);
+  hn::StoreU(hn::Compress(row, stays), d, top.rows + at);
+  return static_cast<int64_t>(hn::CountTrue(d, stays));
+}
 
 // Keys above `than` among keys[0, count); the vector after them is kNoKey.
 HWY_INLINE int64_t count_above(const int32_t* keys, int64_t count, int32_t than) {
@@ -73,8 +82,8 @@ inline int32_t cut_of(const int32_t* keys, int64_t count, int64_t k) {
     least = hn::IfThenElse(hn::Eq(v, hn::Set(d, kNoKey)), least, hn::Min(least, v));
     most = hn::Max(most, v);
   }
-  int64_t low = hn::GetLane(hn::MinOfLanes(d, least)),
-          high = hn::GetLane(hn::MaxOfLanes(d, most));  // low <= v <= high
+  // Interpolating between the counts takes as many passes as halving: scores crowd in ways that a line misses.
+  int64_t low = hn::GetLane(hn::MinOfLanes(d, least)), high = hn::GetLane(hn::MaxOfLanes(d, most));
   while (low < high) {
     const int64_t middle = low + (high - low + 1) / 2;
     const int64_t at_least = count_above(keys, count, static_cast<int32_t>(middle - 1));
@@ -116,24 +125,33 @@ inline void settle(RunningTopK& top, int64_t k) {
         stays = hn::Or(above, hn::And(equal, before));
       }
     }
-    hn::CompressStore(row, stays, d, top.rows + kept);
-    kept += static_cast<int64_t>(hn::CompressStore(key, stays, d, top.keys + kept));
+    kept += keep(key, row, stays, top, kept);
   }
   top.count = kept;
   top.floor = cut;
 }
 
-// Scores of rows first .. first+n-1 (n <= kPushMax), later than all rows so far. scores[] is read in whole
-// vectors.
+// Scores of rows first .. first+n-1 (n <= kPushMax), later than all rows so far; scores[kPushMax] is read
+// whole.
 HWY_INLINE void push(RunningTopK& top, int64_t k, const float* scores, int64_t first, int64_t n) {
+  constexpr int64_t kVectors = kPushMax / kLanesPartSize;
   const KeysTag d;
   if (top.count + kPushMax + kLanes > RunningTopK::capacity(k)) settle(top, k);
-  for (int64_t i = 0; i < n; i += kLanesPartSize) {
-    const KeysVec key = order_keys(hn::LoadU(LanesTag(), scores + i));
-    const auto stays = hn::And(hn::Gt(key, hn::Set(d, top.floor)), hn::FirstN(d, static_cast<size_t>(n - i)));
-    if (hn::AllFalse(d, stays)) continue;
-    hn::CompressStore(hn::Iota(d, static_cast<int32_t>(first + i)), stays, d, top.rows + top.count);
-    top.count += static_cast<int64_t>(hn::CompressStore(key, stays, d, top.keys + top.count));
+  // All comparisons first: most pushes of a long stream keep nothing, and one branch a push is predicted
+  // better.
+  KeysVec key[kVectors];
+  hn::Mask<KeysTag> stays[kVectors];
+  bool none = true;
+  for (int64_t i = 0; i < kVectors; ++i) {
+    key[i] = order_keys(hn::LoadU(LanesTag(), scores + i * kLanesPartSize));
+    const int64_t own = std::clamp<int64_t>(n - i * kLanesPartSize, 0, kLanesPartSize);
+    stays[i] = hn::And(hn::Gt(key[i], hn::Set(d, top.floor)), hn::FirstN(d, static_cast<size_t>(own)));
+    none = none && hn::AllFalse(d, stays[i]);
+  }
+  if (none) return;
+  for (int64_t i = 0; i < kVectors; ++i) {
+    const KeysVec row = hn::Iota(d, static_cast<int32_t>(first + i * kLanesPartSize));
+    top.count += keep(key[i], row, stays[i], top, top.count);
   }
 }
 

@@ -180,7 +180,7 @@ void mix_comb_backward(const MhcMixBackward& args, int64_t token, int64_t count,
   }
 }
 
-// scale of each column of z.
+// The scale of each column of z.
 template <int N>
 void fill_column_scales(const float* scale, float* out) {
   std::fill(out, out + N, scale[0]);
@@ -195,7 +195,7 @@ void mix_streams_backward(const MhcMixBackward& args, int64_t begin, int64_t end
   constexpr int64_t kColumns = (2 + N) * N;
   const int64_t width = args.x.size(2);
   const GateLogits<N> gate_logits(args.base.f32(), args.scale.f32());
-  float scales[kColumns];
+  float scales[(kColumns + kLanes - 1) / kLanes * kLanes];
   fill_column_scales<N>(args.scale.f32(), scales);
   for (int64_t t = begin; t < end; ++t) {
     const TokenRows<N> x(args.x, t), dx(args.dx, t);

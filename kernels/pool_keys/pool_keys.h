@@ -1,7 +1,6 @@
-// PoolKeys: the pooled indexer keys of GLM-5.3-Flash (model-spec section 4, kpool). Pool p covers tokens pP
-// .. pP+P-1; per channel  pi_r = softmax over r of (gate[pP+r] + ape[r]),  pooled[p] = sum over r, ascending,
-// of pi_r k[pP+r] (a chain of fused multiply-adds that starts at zero). However a sequence is cut into calls,
-// the bits are the same.
+// PoolKeys: the pooled indexer keys of GLM-5.3-Flash (model-spec section 4, kpool). Pool p covers tokens pP .. pP+P-1;
+// per channel  pi_r = softmax over r of (gate[pP+r] + ape[r]),  pooled[p] = sum over r, ascending, of pi_r k[pP+r]
+// (a chain of fused multiply-adds that starts at zero). However a sequence is cut into calls, the bits are the same.
 #pragma once
 
 #include "kernels/sequences.h"
@@ -15,19 +14,19 @@ struct PoolKeys {
   Tensor gate;          // in   [T, Di] f32
   Tensor ape;           // in   [P, Di] f32
   Sequences sequences;  // T rows
-  Tensor open;  // in/out [slots, P, 2, Di] f32: k and gate of the tokens of the incomplete pool, by token % P
-  Tensor slots;      // in   [B] i32: where in `open`; each sequence has its own
-  PagedRows pooled;  // out  rows of the pools that this batch completes, by pool index
+  Tensor open;          // in/out [slots, P, 2, Di] f32: k and gate of the tokens of the incomplete pool, by token % P
+  Tensor slots;         // in   [B] i32: where in `open`; each sequence has its own
+  PagedRows pooled;     // out  rows of the pools that this batch completes, by pool index
 };
 
 // For whole sequences (every cached == 0). Pools of the sequences one after the other, floor(n / P) each.
 struct PoolKeysBackward {
-  Tensor k, gate;  // in   [T, Di] f32
-  Tensor ape;      // in   [P, Di] f32
+  Tensor k, gate;       // in   [T, Di] f32
+  Tensor ape;           // in   [P, Di] f32
   Sequences sequences;
-  Tensor dpooled;    // in   [pools, Di] f32
-  Tensor dk, dgate;  // out  [T, Di] f32; zero for tokens of incomplete pools
-  Tensor dape;       // in/out [P, Di] f32, added to
+  Tensor dpooled;       // in   [pools, Di] f32
+  Tensor dk, dgate;     // out  [T, Di] f32; zero for tokens of incomplete pools
+  Tensor dape;          // in/out [P, Di] f32, added to
 };
 
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.

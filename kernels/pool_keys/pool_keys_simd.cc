@@ -2,11 +2,12 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/pool_keys/pool_keys_simd.cc"
+#include "hwy/foreach_target.h"
+
+#include "kernels/simd/lanes-inl.h"
+
 #include <algorithm>
 #include <limits>
-
-#include "hwy/foreach_target.h"
-#include "kernels/simd/lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {

@@ -73,17 +73,16 @@ struct Histogram {
   Candidate* found;  // [V], the tokens of the bucket looked at last, by rank
 };
 
-HWY_INLINE void buckets_of(const Row& row, const Lanes& x, int32_t* buckets) {
+using Buckets = hn::Vec<hn::RebindToSigned<LanesTag>>;
+
+// The buckets of part k of sixteen logits.
+HWY_INLINE Buckets buckets_of(const Row& row, const Lanes& x, int64_t k) {
   const LanesTag d;
-  const hn::RebindToSigned<LanesTag> integer;
-  const Lanes exponent = row.exponent(x);
-  for (int64_t i = 0; i < kLanesParts; ++i) {
-    const auto scaled = hn::Mul(exponent.part[i], hn::Set(d, -kBucketsPerNat));
-    const auto bounded = hn::Min(scaled, hn::Set(d, static_cast<float>(kBuckets - 1)));
-    const auto dropped = hn::Eq(x.part[i], hn::Set(d, kMinusInfinity));
-    const auto bucket = hn::IfThenElse(dropped, hn::Set(d, static_cast<float>(kDropped)), bounded);
-    hn::StoreU(hn::ConvertTo(integer, bucket), integer, buckets + i * kLanesPartSize);
-  }
+  const auto scaled = hn::Mul(row.exponent(x).part[k], hn::Set(d, -kBucketsPerNat));
+  const auto bounded = hn::Min(scaled, hn::Set(d, static_cast<float>(kBuckets - 1)));
+  const auto dropped = hn::Eq(x.part[k], hn::Set(d, kMinusInfinity));
+  const auto bucket = hn::IfThenElse(dropped, hn::Set(d, static_cast<float>(kDropped)), bounded);
+  return hn::ConvertTo(hn::RebindToSigned<LanesTag>(), bucket);
 }
 
 void fill_histogram(const Row& row, Histogram& histogram) {
@@ -93,7 +92,9 @@ void fill_histogram(const Row& row, Histogram& histogram) {
     int32_t buckets[kLanes];
     float masses[kLanes];
     const Lanes x = chunk.load(row.logits + i, kMinusInfinity);
-    buckets_of(row, x, buckets);
+    for (int64_t k = 0; k < kLanesParts; ++k) {
+      hn::StoreU(buckets_of(row, x, k), hn::RebindToSigned<LanesTag>(), buckets + k * kLanesPartSize);
+    }
     store(exp(row.exponent(x)), masses);
     for (int64_t j = 0; j < kLanes; ++j) {
       histogram.mass[buckets[j]] += masses[j];
@@ -102,22 +103,29 @@ void fill_histogram(const Row& row, Histogram& histogram) {
   });
 }
 
-// Puts the tokens of one bucket into histogram.found, best first, and returns their number.
-int64_t rank_bucket(const Row& row, int64_t bucket, Histogram& histogram) {
+// Puts the tokens of one bucket into histogram.found, best first.
+void rank_bucket(const Row& row, int64_t bucket, Histogram& histogram) {
+  const hn::RebindToSigned<LanesTag> integer;
+  const auto wanted = hn::Set(integer, static_cast<int32_t>(bucket));
   int64_t count = 0;
   for_lanes(row.vocab, [&](int64_t i, auto chunk) HWY_ATTR {
-    int32_t buckets[kLanes];
-    buckets_of(row, chunk.load(row.logits + i, kMinusInfinity), buckets);
-    for (int64_t j = 0; j < kLanes; ++j) {
-      if (buckets[j] == bucket) {
-        histogram.found[count++] = {.logit = row.logits[i + j], .id = static_cast<int32_t>(i + j)};
+    const Lanes x = chunk.load(row.logits + i, kMinusInfinity);
+    for (int64_t k = 0; k < kLanesParts; ++k) {
+      const auto buckets = buckets_of(row, x, k);
+      if (hn::AllFalse(integer, hn::Eq(buckets, wanted))) continue;
+      int32_t values[kLanesPartSize];
+      hn::StoreU(buckets, integer, values);
+      for (int64_t j = 0; j < kLanesPartSize; ++j) {
+        const int64_t id = i + k * kLanesPartSize + j;
+        if (values[j] == bucket) {
+          histogram.found[count++] = {.logit = row.logits[id], .id = static_cast<int32_t>(id)};
+        }
       }
     }
   });
   std::sort(histogram.found, histogram.found + count, [](const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
   });
-  return count;
 }
 
 // The filter of top-k, then of top-p on what is left.

@@ -41,66 +41,78 @@ constexpr int kWideVectors = kTileVectors * 2;
 constexpr int64_t kTileColumns = kTileVectors * kLanes;
 constexpr int64_t kWideColumns = kWideVectors * kLanes;
 
+// Sixteen columns of a row of b or c, or the first `columns` of them.
+template <bool Masked, class T>
+HWY_INLINE Lanes load_columns(const T* p, int64_t columns) {
+  if constexpr (Masked) {
+    return load_first(p, columns);
+  } else {
+    return load(p);
+  }
+}
+
+template <int Rows, int Vectors>
+using TileSums = Lanes[Rows][Vectors];
+
+// One step of k: sums[r][v] += value_of_row(r) * b[16 v ..].
+template <bool Masked, int Rows, int Vectors, class TB, class ValueOfRow>
+HWY_INLINE void tile_step(TileSums<Rows, Vectors>& sums, const TB* HWY_RESTRICT b, int64_t columns,
+                          ValueOfRow&& value_of_row) {
+  Lanes right[Vectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < Vectors; ++v) right[v] = load_columns<Masked>(b + v * kLanes, columns);
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+    const Lanes left = broadcast(value_of_row(r));
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+  }
+}
+
 // Rows x Vectors accumulators of sixteen columns each. With Masked there is one vector, of `columns` (1..15).
+// The address arithmetic of the k loops is as little as possible: it runs on the ports of the multiply-adds.
 template <int Rows, int Vectors, bool Masked, class TB>
 HWY_NOINLINE void block_gemm_tile(int64_t k_count, LeftFactor a, const TB* HWY_RESTRICT b, int64_t ldb,
                                   float* HWY_RESTRICT c, int64_t ldc, int64_t columns, bool accumulate) {
   static_assert(!Masked || Vectors == 1);
-  Lanes acc[Rows][Vectors];
-  if (accumulate) {
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < Vectors; ++v) {
-        const float* from = c + r * ldc + v * kLanes;
-        if constexpr (Masked) {
-          acc[r][v] = load_first(from, columns);
-        } else {
-          acc[r][v] = load(from);
-        }
-      }
-    }
-  } else {
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < Vectors; ++v) acc[r][v] = zero_lanes();
-    }
-  }
-  // One pointer for three rows: twelve of them would not fit the general registers.
-  constexpr int kPointers = (Rows + 2) / 3;
-  const float* left[kPointers];
-#pragma GCC unroll 16
-  for (int p = 0; p < kPointers; ++p) left[p] = a.data + 3 * p * a.row;
-  for (int64_t k = 0; k < k_count; ++k) {
-    Lanes right[Vectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < Vectors; ++v) {
-      if constexpr (Masked) {
-        right[v] = load_first(b, columns);
-      } else {
-        right[v] = load(b + v * kLanes);
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) {
-      const Lanes value = broadcast(left[r / 3][r % 3 * a.row]);
-#pragma GCC unroll 16
-      for (int v = 0; v < Vectors; ++v) acc[r][v] = fma(value, right[v], acc[r][v]);
-    }
-#pragma GCC unroll 16
-    for (int p = 0; p < kPointers; ++p) left[p] += a.col;
-    b += ldb;
-  }
+  TileSums<Rows, Vectors> sums;
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) sums[r][v] = zero_lanes();
+  }
+  if (accumulate) {
+    const float* from = c;
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r, from += ldc) {
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = load_columns<Masked>(from + v * kLanes, columns);
+    }
+  }
+  if (a.col == 1) {
+    // A pointer for three rows: twelve of them would not fit the general registers.
+    constexpr int kPointers = (Rows + 2) / 3;
+    const float* left[kPointers];
+#pragma GCC unroll 16
+    for (int p = 0; p < kPointers; ++p) left[p] = a.data + 3 * p * a.row;
+    for (int64_t k = 0; k < k_count; ++k, b += ldb) {
+      tile_step<Masked>(sums, b, columns, [&](int r) HWY_ATTR { return left[r / 3][r % 3 * a.row]; });
+#pragma GCC unroll 16
+      for (int p = 0; p < kPointers; ++p) ++left[p];
+    }
+  } else {  // a.row == 1, or a single row
+    for (int64_t k = 0; k < k_count; ++k, a.data += a.col, b += ldb) {
+      tile_step<Masked>(sums, b, columns, [&](int r) HWY_ATTR { return a.data[r]; });
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r, c += ldc) {
+#pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
-      float* to = c + r * ldc + v * kLanes;
       if constexpr (Masked) {
-        store_first(acc[r][v], to, columns);
+        store_first(sums[r][v], c + v * kLanes, columns);
       } else {
-        store(acc[r][v], to);
+        store(sums[r][v], c + v * kLanes);
       }
     }
   }
@@ -169,8 +181,8 @@ HWY_INLINE void block_gemm_strip(int64_t rows, int64_t n, int64_t k, LeftFactor 
 
 // Calls body(first row, rows) for m rows in strips of nearly equal height: 13 rows are 7 + 6, never 12 + 1.
 template <class Body>
-HWY_INLINE void for_row_strips(int64_t m, Body&& body) {
-  const int64_t strips = (m + kTileRows - 1) / kTileRows;
+HWY_INLINE void for_row_strips(int64_t m, Body&& body, int64_t height = kTileRows) {
+  const int64_t strips = (m + height - 1) / height;
   for (int64_t i = 0; i < strips; ++i) {
     const int64_t begin = m * i / strips, end = m * (i + 1) / strips;
     body(begin, end - begin);
@@ -182,10 +194,15 @@ HWY_INLINE void for_row_strips(int64_t m, Body&& body) {
 template <class TB>
 HWY_INLINE void block_gemm(int64_t m, int64_t n, int64_t k, LeftFactor a, const TB* b, int64_t ldb, float* c,
                            int64_t ldc, bool accumulate) {
-  for_row_strips(m, [&](int64_t row, int64_t rows) {
-    block_gemm_strip(rows, n, k, LeftFactor{a.data + row * a.row, a.row, a.col}, b, ldb, c + row * ldc, ldc,
-                     accumulate);
-  });
+  // The tiles want one stride to be 1; nothing but speed is lost when neither is.
+  const int64_t height = a.row == 1 || a.col == 1 ? kTileRows : 1;
+  for_row_strips(
+      m,
+      [&](int64_t row, int64_t rows) {
+        block_gemm_strip(rows, n, k, LeftFactor{a.data + row * a.row, a.row, a.col}, b, ldb, c + row * ldc,
+                         ldc, accumulate);
+      },
+      height);
 }
 
 // Four 32-bit words of the rows 0, 4, 8 and 12 below p (rows `stride` bytes apart), a 128-bit block each.
@@ -261,32 +278,35 @@ HWY_INLINE void transpose_block(const bf16*, const char* p, int64_t stride, int6
   });
 }
 
-// How far ahead of the loads a row of weights is fetched: sixteen interleaved streams are more than the
-// hardware prefetcher follows.
-constexpr int64_t kPackPrefetchBytes = 512;
-
 // out[k, n] (row stride ldo >= n rounded up to 16) = b[n, k]ᵀ (row stride ldb) as fp32; columns n.. of the
-// last sixteen are zero. Makes a weight [out x in] the right factor of block_gemm.
+// last sixteen are zero. Makes a weight [out x in] the right factor of block_gemm. `next`, when given, is the
+// block of the same shape and stride that is wanted next: it is fetched meanwhile, since sixteen interleaved
+// rows are more than the hardware's prefetcher follows. Its addresses need not be valid.
 template <class TB>
-HWY_NOINLINE void pack_transposed(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo) {
+HWY_NOINLINE void pack_transposed(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo,
+                                  const TB* next = nullptr) {
   constexpr int64_t kSize = sizeof(TB), kDepth = 64 / kSize;
+  const int64_t stride = ldb * kSize;
   for (int64_t j = 0; j < n; j += kLanes) {
     const int64_t rows = std::min(kLanes, n - j);
-    const TB* from = b + j * ldb;
+    const char* from = reinterpret_cast<const char*>(b) + j * stride;
+    const char* ahead = next == nullptr ? nullptr : reinterpret_cast<const char*>(next) + j * stride;
     int64_t i = 0;
     if (rows == kLanes) {
-      for (; i + kDepth <= k; i += kDepth) {
-        const char* p = reinterpret_cast<const char*>(from + i);
-#pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) hwy::Prefetch(p + r * ldb * kSize + kPackPrefetchBytes);
-        transpose_block<true>(b, p, ldb * kSize, kDepth, out + i * ldo + j, ldo);
+      for (; i + kDepth <= k; i += kDepth, from += 64) {
+        if (ahead != nullptr) {
+          const char* line = ahead;
+          for (int r = 0; r < kLanes; ++r, line += stride) hwy::Prefetch(line);
+          ahead += 64;
+        }
+        transpose_block<true>(b, from, stride, kDepth, out + i * ldo + j, ldo);
       }
     }
-    for (; i < k; i += kDepth) {  // the edges go through a whole block, zero where b has nothing
+    for (; i < k; i += kDepth, from += 64) {  // the edges go through a whole block, zero where b has nothing
       const int64_t count = std::min(kDepth, k - i);
       alignas(64) char whole[kLanes * 64] = {};
       for (int64_t r = 0; r < rows; ++r) {
-        std::memcpy(whole + r * 64, from + r * ldb + i, static_cast<size_t>(count * kSize));
+        std::memcpy(whole + r * 64, from + r * stride, static_cast<size_t>(count * kSize));
       }
       transpose_block<false>(b, whole, 64, count, out + i * ldo + j, ldo);
     }

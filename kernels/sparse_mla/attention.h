@@ -13,6 +13,11 @@
 
 namespace slipstream::kernels {
 
+// Entries of a key list that are scored and summed at a time; part of the definition of the order above.
+constexpr int64_t kAttentionBlock = 512;
+// Entries of a key list whose scores' gradients are kept together in the backward: whole tiles of 12.
+constexpr int64_t kGradTile = 96;
+
 struct Attention {
   Tensor q;             // in   [T, h, key_width] f32; head j uses key/value head j / (h / kv_heads)
   PagedRows keys;       // in   key head g is columns [g * key_width, (g + 1) * key_width) of a row

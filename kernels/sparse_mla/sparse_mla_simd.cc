@@ -16,9 +16,10 @@ HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
 namespace HWY_NAMESPACE {
 
-constexpr int64_t kRowsMax = 96;  // of a group
-constexpr int64_t kKeyBlock =
-    128;  // keys whose row pointers (and fp32 copies) are at hand at a time; >= kRowsMax
+constexpr int64_t kRowsMax = 96;          // of a group
+constexpr int64_t kKeysAhead = kDotRows;  // rows fetched for the next block
+constexpr int64_t kSumBlock = 256;        // rows whose columns under a tile fit in the first-level cache
+constexpr float kNothing = -std::numeric_limits<float>::infinity();  // log of an empty sum
 
 // One head of a paged store, seen by one group.
 struct KeySource {
@@ -30,7 +31,8 @@ struct KeySource {
         pages(rows.page_table.i32() + g.sequence * rows.page_table.stride(0)),
         column(g.kv_head * head_width),
         width(head_width),
-        selection(g.selection) {}
+        selection(g.selection),
+        size(g.keys()) {}
 
   const void* pool;
   bool is_bf16;
@@ -38,36 +40,48 @@ struct KeySource {
   const int32_t* pages;
   int64_t column, width;
   const int32_t* selection;
+  int64_t size;
 
   int64_t offset(int64_t i) const {
     const int64_t position = selection == nullptr ? i : selection[i];
     return pages[position / kPageRows] * page_stride + position % kPageRows * row_stride + column;
   }
+  // Rows are read where they lie unless they are bf16 or could end inside a step of a dot product.
+  bool in_place() const { return !is_bf16 && width % kChains == 0; }
   int64_t copy_stride() const { return (width + kLanes - 1) / kLanes * kLanes; }
+  float* copies(Worker& worker) const {
+    return in_place() ? nullptr : worker.scratch<float>(kAttentionBlock * copy_stride());
+  }
 };
 
-// out[j] = row first + j of the source as fp32, j < count. Rows are copied, columns [begin, end) of them,
-// when they are bf16 or when `padded` asks for zeros up to a multiple of four values.
+// Row pointers to fp32 entries [first, first + count) of a key list, count <= kAttentionBlock.
+struct KeyRows {
+  const float* rows[kAttentionBlock + 2 * kDotRows];
+  int64_t ahead;  // rows after the first `count` that point to the entries that follow
+};
+
+// Columns [begin, end) of the rows are valid, and zeros up to a multiple of four of them.
 HWY_INLINE void gather_rows(const KeySource& source, int64_t first, int64_t count, int64_t begin, int64_t end,
-                            bool padded, float* copies, const float** out) {
-  const bool in_place = !source.is_bf16 && (!padded || end % kChains == 0);
+                            float* copies, KeyRows& out) {
+  out.ahead = 0;
+  if (source.in_place()) {
+    out.ahead = std::min(kKeysAhead, source.size - first - count);
+    const float* pool = static_cast<const float*>(source.pool);
+    for (int64_t j = 0; j < count + out.ahead; ++j) out.rows[j] = pool + source.offset(first + j);
+    return;
+  }
   for (int64_t j = 0; j < count; ++j) {
-    const int64_t offset = source.offset(first + j);
-    if (in_place) {
-      out[j] = static_cast<const float*>(source.pool) + offset;
-      continue;
-    }
     float* row = copies + j * source.copy_stride();
-    out[j] = row;
+    const int64_t offset = source.offset(first + j) + begin;
     if (source.is_bf16) {
       const bf16* from = static_cast<const bf16*>(source.pool) + offset;
-      for_lanes(end - begin, [&](int64_t i, auto chunk)
-                                 HWY_ATTR { chunk.store(chunk.load(from + begin + i), row + begin + i); });
+      for_lanes(end - begin,
+                [&](int64_t i, auto chunk) HWY_ATTR { chunk.store(chunk.load(from + i), row + begin + i); });
     } else {
-      std::memcpy(row + begin, static_cast<const float*>(source.pool) + offset + begin,
-                  sizeof(float) * static_cast<size_t>(end - begin));
+      std::copy_n(static_cast<const float*>(source.pool) + offset, end - begin, row + begin);
     }
     for (int64_t i = end; i % kChains != 0; ++i) row[i] = 0.0f;
+    out.rows[j] = row;
   }
 }
 
@@ -81,61 +95,56 @@ HWY_INLINE void group_rows(const Tensor& x, const AttentionGroup& g, T** out) {
   }
 }
 
-// s[m, i] = row m of x · key i, for keys [begin, end); s has the group's stride.
-void group_dots(const KeySource& source, const AttentionGroup& g, const Tensor& x, int64_t begin, int64_t end,
-                float* s, Worker& worker) {
+HWY_INLINE float* pack_group(const Tensor& x, const AttentionGroup& g, int64_t width, Worker& worker) {
   const float* rows[kRowsMax];
   group_rows(x, g, rows);
-  float* packed = worker.scratch<float>(packed_size(g.rows(), source.width));
-  float* copies = worker.scratch<float>(kKeyBlock * source.copy_stride());
-  pack_rows(g.rows(), source.width, rows, packed);
-  for (int64_t first = begin; first < end; first += kKeyBlock) {
-    const int64_t count = std::min(kKeyBlock, end - first);
-    const float* keys[kKeyBlock];
-    gather_rows(source, first, count, 0, source.width, /*padded=*/true, copies, keys);
-    dot_products(g.rows(), source.width, packed, keys, count, s + first, g.stride());
+  float* packed = worker.scratch<float>(packed_size(g.rows(), width));
+  pack_rows(g.rows(), width, rows, packed);
+  return packed;
+}
+
+// How many of the entries [first, first + count) row m of the group sees.
+HWY_INLINE int64_t entries_seen(const AttentionGroup& g, int64_t m, int64_t first, int64_t count) {
+  return std::clamp<int64_t>(g.prefix + m / g.heads - first, 0, count);
+}
+
+// out[m][begin .. end) (+)= sum of s[m, i] rows[i] over the entries first + i < first + count that row m
+// sees; the sum starts at zero when first is 0.
+HWY_INLINE void add_block(const AttentionGroup& g, int64_t first, int64_t count, const float* s,
+                          int64_t stride, const float* const* rows, float* const* out, int64_t begin,
+                          int64_t end) {
+  const int64_t shared = entries_seen(g, 0, first, count);
+  for (int64_t i = 0; i < shared; i += kSumBlock) {
+    row_sums(g.rows(), std::min(kSumBlock, shared - i), RowMajor{s + i, stride}, rows + i, out, begin, end,
+             first + i > 0);
+  }
+  // The triangle that only the later queries see. Its other half is not padded with zeros: a zero times the
+  // NaN of a later token would be NaN.
+  for (int64_t m = g.heads; m < g.rows(); m += g.heads) {
+    const int64_t own = entries_seen(g, m, first, count) - shared;
+    if (own > 0)
+      row_sums(g.heads, own, RowMajor{s + m * stride + shared, stride}, rows + shared, out + m, begin, end,
+               true);
   }
 }
 
-// out rows, columns [begin, end), = the group's s times the source's rows, each row of s over its own keys.
-void group_sums(const KeySource& source, const AttentionGroup& g, const float* s, const Tensor& out,
-                int64_t begin, int64_t end, Worker& worker) {
-  float* c[kRowsMax];
-  group_rows(out, g, c);
-  if (g.keys() == 0) {
-    for (int64_t m = 0; m < g.rows(); ++m) std::fill(c[m] + begin, c[m] + end, 0.0f);
-    return;
-  }
-  float* copies = worker.scratch<float>(kKeyBlock * source.copy_stride());
-  const float* keys[kKeyBlock];
-  for (int64_t first = 0; first < g.prefix; first += kKeyBlock) {
-    const int64_t count = std::min(kKeyBlock, g.prefix - first);
-    gather_rows(source, first, count, begin, end, /*padded=*/false, copies, keys);
-    row_sums(g.rows(), count, {s + first, g.stride(), 1}, keys, c, begin, end, first > 0);
-  }
-  // The triangle of keys that only the later queries see. Its other half is not padded with zeros: a zero
-  // times the NaN of a later token would be NaN.
-  gather_rows(source, g.prefix, g.queries - 1, begin, end, /*padded=*/false, copies, keys);
-  for (int64_t i = 1; i < g.queries; ++i) {
-    const int64_t m = i * g.heads;
-    row_sums(g.heads, i, {s + m * g.stride() + g.prefix, g.stride(), 1}, keys, c + m, begin, end, true);
-  }
-}
-
-struct SoftmaxSums {
-  float top, sum;
+// A softmax over blocks of a row: exact within a block; the sums so far are rescaled when a block has a new
+// maximum.
+struct Softmax {
+  float top = kNothing;
+  float sum = 0.0f;
 };
 
-// Scores s[0 .. n) become exp(scale * s - top).
-HWY_INLINE SoftmaxSums softmax(float* s, int64_t n, float scale) {
-  const float lowest = -std::numeric_limits<float>::infinity();
+// Scores s[0 .. n) become exp(scale * s - top) with the new top; returns the factor for what was summed
+// before.
+HWY_INLINE float softmax_block(float* s, int64_t n, float scale, Softmax& state) {
+  if (n == 0) return 1.0f;
   const Lanes factor = broadcast(scale);
-  Lanes tops = broadcast(lowest);
-  for_lanes(n, [&](int64_t i, auto chunk) HWY_ATTR {
-    // A lane past the end repeats the first score, which leaves the maximum as it is for any sign of scale.
-    tops = max(tops, mul(factor, chunk.load(s + i, s[0])));
-  });
-  const float top = max_lanes(tops);
+  Lanes tops = broadcast(kNothing);
+  // A lane past the end repeats the first score, which leaves the maximum as it is for any sign of scale.
+  for_lanes(n,
+            [&](int64_t i, auto chunk) HWY_ATTR { tops = max(tops, mul(factor, chunk.load(s + i, s[0]))); });
+  const float top = std::max(state.top, max_lanes(tops));
   const Lanes shift = broadcast(top);
   Lanes sums = zero_lanes();
   const int64_t whole = n / kLanes * kLanes;
@@ -148,118 +157,218 @@ HWY_INLINE SoftmaxSums softmax(float* s, int64_t n, float scale) {
     store_first(exp(sub(mul(factor, load_first(s + whole, n - whole)), shift)), s + whole, n - whole);
     sums = add(sums, load_first(s + whole, n - whole));
   }
-  return {top, sum_lanes(sums)};
-}
-
-// Rows [begin, end) of the group's scores become unnormalised probabilities; inverse[m] = 1 / their sum.
-void group_softmax(const Attention& args, const AttentionGroup& g, int64_t begin, int64_t end, float* s,
-                   float* inverse) {
-  for (int64_t m = begin; m < end; ++m) {
-    const int64_t query = m / g.heads, n = g.prefix + query;
-    float lse = -std::numeric_limits<float>::infinity();
-    inverse[m] = 0.0f;
-    if (n > 0) {
-      const auto [top, sum] = softmax(s + m * g.stride(), n, args.scale);
-      lse = top + std::log(sum);
-      inverse[m] = 1.0f / sum;
-    }
-    if (!args.lse.empty()) args.lse.row(g.row + query)[g.head + m % g.heads] = lse;
+  float rescale = 1.0f;
+  if (top != state.top) {
+    float values[kLanes];
+    store(exp(broadcast(state.top - top)), values);
+    rescale = values[0];
   }
+  state = {top, state.sum * rescale + sum_lanes(sums)};
+  return rescale;
 }
 
-// o, columns [begin, end).
-void group_outputs(const Attention& args, const AttentionGroup& g, const float* p, const float* inverse,
-                   int64_t begin, int64_t end, Worker& worker) {
-  group_sums(KeySource(args.values, g, args.o.size(2)), g, p, args.o, begin, end, worker);
-  float* o[kRowsMax];
-  group_rows(args.o, g, o);
+HWY_INLINE void scale_row(float* row, int64_t n, float factor) {
+  const Lanes factors = broadcast(factor);
+  for_lanes(n,
+            [&](int64_t i, auto chunk) HWY_ATTR { chunk.store(mul(chunk.load(row + i), factors), row + i); });
+}
+
+// add_block after rescaling what the rows hold.
+HWY_INLINE void add_outputs(const AttentionGroup& g, int64_t first, int64_t count, const float* p,
+                            int64_t stride, const float* rescale, const float* const* values, float* const* o,
+                            int64_t begin, int64_t end) {
+  for (int64_t m = 0; first > 0 && m < g.rows(); ++m) {
+    if (rescale[m] != 1.0f) scale_row(o[m] + begin, end - begin, rescale[m]);
+  }
+  add_block(g, first, count, p, stride, values, o, begin, end);
+}
+
+// o, columns [begin, end), becomes the mean over the selection; zero if that is empty.
+HWY_INLINE void finish_outputs(const AttentionGroup& g, const float* sums, float* const* o, int64_t begin,
+                               int64_t end) {
   for (int64_t m = 0; m < g.rows(); ++m) {
-    const Lanes factor = broadcast(inverse[m]);
-    float* row = o[m] + begin;
-    for_lanes(end - begin, [&](int64_t i, auto chunk)
-                               HWY_ATTR { chunk.store(mul(chunk.load(row + i), factor), row + i); });
+    if (g.keys() == 0) {
+      std::fill(o[m] + begin, o[m] + end, 0.0f);
+    } else {
+      scale_row(o[m] + begin, end - begin, 1.0f / sums[m]);
+    }
   }
 }
 
-void group_scores(const Attention& args, const AttentionGroup& g, int64_t begin, int64_t end, float* s,
-                  Worker& worker) {
-  group_dots(KeySource(args.keys, g, args.q.size(2)), g, args.q, begin, end, s, worker);
+HWY_INLINE void store_lse(const Attention& args, const AttentionGroup& g, int64_t m, const Softmax& state) {
+  if (args.lse.empty()) return;
+  args.lse.row(g.row + m / g.heads)[g.head + m % g.heads] =
+      g.keys() == 0 ? kNothing : state.top + std::log(state.sum);
+}
+
+// Keys and values of one token may be one row (MLA): then it is gathered once.
+HWY_INLINE bool same_rows(const KeySource& keys, const KeySource& values) {
+  return keys.pool == values.pool && keys.pages == values.pages && keys.column == values.column &&
+         keys.width >= values.width;
 }
 
 void attend_group(const Attention& args, const AttentionGroup& g, Worker& worker) {
-  float* s = worker.scratch<float>(g.rows() * g.stride());
-  float* inverse = worker.scratch<float>(g.rows());
-  group_scores(args, g, 0, g.keys(), s, worker);
-  group_softmax(args, g, 0, g.rows(), s, inverse);
-  group_outputs(args, g, s, inverse, 0, args.o.size(2), worker);
+  constexpr int64_t kStride = kAttentionBlock | kLanes;  // an odd number of cache lines
+  const int64_t rank = args.o.size(2);
+  const KeySource keys(args.keys, g, args.q.size(2)), values(args.values, g, rank);
+  const bool shared = same_rows(keys, values);
+  const float* packed = pack_group(args.q, g, keys.width, worker);
+  float* s = worker.scratch<float>(g.rows() * kStride);
+  float* key_copies = keys.copies(worker);
+  float* value_copies = shared ? nullptr : values.copies(worker);
+  float* o[kRowsMax];
+  group_rows(args.o, g, o);
+  Softmax state[kRowsMax];
+  KeyRows key_rows, value_rows;
+  for (int64_t first = 0; first < g.keys(); first += kAttentionBlock) {
+    const int64_t count = std::min(kAttentionBlock, g.keys() - first);
+    gather_rows(keys, first, count, 0, keys.width, key_copies, key_rows);
+    if (!shared) gather_rows(values, first, count, 0, rank, value_copies, value_rows);
+    dot_products(g.rows(), keys.width, packed, key_rows.rows, count, key_rows.ahead, s, kStride);
+    float rescale[kRowsMax];
+    for (int64_t m = 0; m < g.rows(); ++m) {
+      rescale[m] = softmax_block(s + m * kStride, entries_seen(g, m, first, count), args.scale, state[m]);
+    }
+    add_outputs(g, first, count, s, kStride, rescale, (shared ? key_rows : value_rows).rows, o, 0, rank);
+  }
+  float sums[kRowsMax];
+  for (int64_t m = 0; m < g.rows(); ++m) {
+    sums[m] = state[m].sum;
+    store_lse(args, g, m, state[m]);
+  }
+  finish_outputs(g, sums, o, 0, rank);
 }
 
-// dq of the group; ds (the scores' gradient times scale) and p, each [rows, keys], are left for
-// backward_keys.
-void backward_group(const AttentionBackward& args, const AttentionGroup& g, float* ds, float* p,
-                    Worker& worker) {
+// The same group in three steps that can each be split: scores of entries [begin, end) ...
+void split_scores(const Attention& args, const AttentionGroup& g, int64_t begin, int64_t end, float* s,
+                  Worker& worker) {
+  const KeySource keys(args.keys, g, args.q.size(2));
+  const float* packed = pack_group(args.q, g, keys.width, worker);
+  float* copies = keys.copies(worker);
+  KeyRows rows;
+  for (int64_t first = begin; first < end; first += kAttentionBlock) {
+    const int64_t count = std::min(kAttentionBlock, end - first);
+    gather_rows(keys, first, count, 0, keys.width, copies, rows);
+    dot_products(g.rows(), keys.width, packed, rows.rows, count, rows.ahead, s + first, g.stride());
+  }
+}
+
+// ... probabilities of rows [begin, end), with sums [rows] and rescale [blocks, rows] ...
+void split_softmax(const Attention& args, const AttentionGroup& g, int64_t begin, int64_t end, float* s,
+                   float* sums, float* rescale) {
+  for (int64_t m = begin; m < end; ++m) {
+    Softmax state;
+    for (int64_t first = 0; first < g.keys(); first += kAttentionBlock) {
+      const int64_t seen = entries_seen(g, m, first, std::min(kAttentionBlock, g.keys() - first));
+      rescale[first / kAttentionBlock * g.rows() + m] =
+          softmax_block(s + m * g.stride() + first, seen, args.scale, state);
+    }
+    sums[m] = state.sum;
+    store_lse(args, g, m, state);
+  }
+}
+
+// ... and columns [begin, end) of o.
+void split_outputs(const Attention& args, const AttentionGroup& g, const float* s, const float* sums,
+                   const float* rescale, int64_t begin, int64_t end, Worker& worker) {
+  const KeySource values(args.values, g, args.o.size(2));
+  float* copies = values.copies(worker);
+  float* o[kRowsMax];
+  group_rows(args.o, g, o);
+  KeyRows rows;
+  for (int64_t first = 0; first < g.keys(); first += kAttentionBlock) {
+    const int64_t count = std::min(kAttentionBlock, g.keys() - first);
+    gather_rows(values, first, count, begin, end, copies, rows);
+    add_outputs(g, first, count, s + first, g.stride(), rescale + first / kAttentionBlock * g.rows(),
+                rows.rows, o, begin, end);
+  }
+  finish_outputs(g, sums, o, begin, end);
+}
+
+// dq of the group; its gradients of the scores, times scale, and its p are left in `tiles` for backward_keys.
+// Entries of the key list are kept in tiles of kGradTile, [2 * rows, kGradTile] each, ds above p: whole rows
+// would put every value that a key needs on a page of its own.
+void backward_group(const AttentionBackward& args, const AttentionGroup& g, float* tiles, Worker& worker) {
   const Attention& forward = args.forward;
-  const int64_t rank = forward.o.size(2);
-  const KeySource keys(forward.keys, g, forward.q.size(2));
-  group_dots(keys, g, forward.q, 0, g.keys(), p, worker);
-  group_dots(KeySource(forward.values, g, rank), g, args.d_o, 0, g.keys(), ds, worker);
-  const float *o[kRowsMax], *d_o[kRowsMax];
+  const int64_t rank = forward.o.size(2), rows = g.rows();
+  const KeySource keys(forward.keys, g, forward.q.size(2)), values(forward.values, g, rank);
+  const bool shared = same_rows(keys, values);
+  const float* packed_q = pack_group(forward.q, g, keys.width, worker);
+  const float* packed_d_o = pack_group(args.d_o, g, rank, worker);
+  float* key_copies = keys.copies(worker);
+  float* value_copies = shared ? nullptr : values.copies(worker);
+  float *o[kRowsMax], *d_o[kRowsMax], *dq[kRowsMax], mean[kRowsMax], lse[kRowsMax];
   group_rows(forward.o, g, o);
   group_rows(args.d_o, g, d_o);
-  const Lanes scale = broadcast(forward.scale);
-  for (int64_t m = 0; m < g.rows(); ++m) {
+  group_rows(args.dq, g, dq);
+  for (int64_t m = 0; m < rows; ++m) {
     Lanes dot = zero_lanes();
     for_lanes(rank, [&](int64_t i, auto chunk)
                         HWY_ATTR { dot = fma(chunk.load(o[m] + i), chunk.load(d_o[m] + i), dot); });
-    const int64_t query = m / g.heads;
-    const Lanes mean = broadcast(sum_lanes(dot));
-    const Lanes lse = broadcast(forward.lse.row(g.row + query)[g.head + m % g.heads]);
-    float* p_row = p + m * g.stride();
-    float* ds_row = ds + m * g.stride();
-    for_lanes(g.prefix + query, [&](int64_t i, auto chunk) HWY_ATTR {
-      const Lanes probability = exp(sub(mul(scale, chunk.load(p_row + i)), lse));
-      chunk.store(probability, p_row + i);
-      chunk.store(mul(mul(probability, sub(chunk.load(ds_row + i), mean)), scale), ds_row + i);
-    });
+    mean[m] = sum_lanes(dot);
+    lse[m] = forward.lse.row(g.row + m / g.heads)[g.head + m % g.heads];
+    if (g.keys() == 0) std::fill_n(dq[m], keys.width, 0.0f);
   }
-  group_sums(keys, g, ds, args.dq, 0, keys.width, worker);
+  const Lanes scale = broadcast(forward.scale);
+  KeyRows key_rows, value_rows;
+  for (int64_t first = 0; first < g.keys(); first += kGradTile, tiles += 2 * rows * kGradTile) {
+    const int64_t count = std::min(kGradTile, g.keys() - first);
+    gather_rows(keys, first, count, 0, keys.width, key_copies, key_rows);
+    if (!shared) gather_rows(values, first, count, 0, rank, value_copies, value_rows);
+    KeyRows& value_source = shared ? key_rows : value_rows;
+    float* ds = tiles;
+    float* p = tiles + rows * kGradTile;
+    dot_products(rows, keys.width, packed_q, key_rows.rows, count, key_rows.ahead, p, kGradTile);
+    dot_products(rows, rank, packed_d_o, value_source.rows, count, value_source.ahead, ds, kGradTile);
+    for (int64_t m = 0; m < rows; ++m) {
+      float* p_row = p + m * kGradTile;
+      float* ds_row = ds + m * kGradTile;
+      const Lanes row_lse = broadcast(lse[m]), row_mean = broadcast(mean[m]);
+      for_lanes(entries_seen(g, m, first, count), [&](int64_t i, auto chunk) HWY_ATTR {
+        const Lanes probability = exp(sub(mul(scale, chunk.load(p_row + i)), row_lse));
+        chunk.store(probability, p_row + i);
+        chunk.store(mul(mul(probability, sub(chunk.load(ds_row + i), row_mean)), scale), ds_row + i);
+      });
+    }
+    add_block(g, first, count, ds, kGradTile, key_rows.rows, dq, 0, keys.width);
+  }
 }
 
 // Adds to dkeys and dvalues what queries [query, query + queries) of the group give to entries [begin, end)
 // of its key list, which all of them see: first the chain over ds q, then the chain over p d_o.
-void add_key_grads(const AttentionBackward& args, const AttentionGroup& g, const float* ds, int64_t query,
+void add_key_grads(const AttentionBackward& args, const AttentionGroup& g, const float* tiles, int64_t query,
                    int64_t queries, int64_t begin, int64_t end) {
-  const int64_t width = args.dq.size(2), rank = args.d_o.size(2), stride = g.stride();
+  if (begin >= end) return;
+  const int64_t width = args.dq.size(2), rank = args.d_o.size(2), rows = g.rows();
   const int64_t m = query * g.heads, count = queries * g.heads;
   const float* right[2 * kRowsMax];  // q rows, then d_o rows
   group_rows(args.forward.q, g, right);
-  group_rows(args.d_o, g, right + g.rows());
-  ds += m * stride;
-  const float* p = ds + g.rows() * stride;
+  group_rows(args.d_o, g, right + rows);
   const int64_t sequence_row = args.forward.sequences.begin(g.sequence);
-  for (int64_t first = begin; first < end; first += kKeyBlock) {
-    const int64_t keys = std::min(kKeyBlock, end - first);
-    float *dkeys[kKeyBlock], *dvalues[kKeyBlock];
-    const Tensor& value_grads = args.dvalues.empty() ? args.dkeys : args.dvalues;
-    for (int64_t i = 0; i < keys; ++i) {
-      const int64_t row = sequence_row + (g.selection == nullptr ? first + i : g.selection[first + i]);
-      dkeys[i] = args.dkeys.row(row) + g.kv_head * args.dkeys.stride(1);
-      dvalues[i] = value_grads.row(row) + g.kv_head * value_grads.stride(1);
+  const Tensor& value_grads = args.dvalues.empty() ? args.dkeys : args.dvalues;
+  for (int64_t first = begin, next = 0; first < end; first = next) {
+    next = std::min((first / kGradTile + 1) * kGradTile, end);
+    float *dkeys[kGradTile], *dvalues[kGradTile];
+    for (int64_t i = first; i < next; ++i) {
+      const int64_t row = sequence_row + (g.selection == nullptr ? i : g.selection[i]);
+      dkeys[i - first] = args.dkeys.row(row) + g.kv_head * args.dkeys.stride(1);
+      dvalues[i - first] = value_grads.row(row) + g.kv_head * value_grads.stride(1);
     }
-    if (args.dvalues.empty() && queries == g.queries) {
-      // The two chains of the shared columns in one go: a selection has few rows, so loads of dkeys would
-      // dominate.
-      row_sums(keys, 2 * count, {ds + first, 1, stride}, right, dkeys, 0, rank, true);
-      row_sums(keys, count, {ds + first, 1, stride}, right, dkeys, rank, width, true);
+    const float* tile = tiles + first / kGradTile * 2 * rows * kGradTile + first % kGradTile;
+    const ColumnMajor ds{tile + m * kGradTile, kGradTile}, p{tile + (rows + m) * kGradTile, kGradTile};
+    if (args.dvalues.empty() && queries == g.queries && rows <= kRowsMax / 4) {
+      // The two chains of the shared columns in one go: with few rows, loads of dkeys would dominate.
+      row_sums(next - first, 2 * rows, ds, right, dkeys, 0, rank, true);
+      row_sums(next - first, rows, ds, right, dkeys, rank, width, true);
     } else {
-      row_sums(keys, count, {ds + first, 1, stride}, right + m, dkeys, 0, width, true);
-      row_sums(keys, count, {p + first, 1, stride}, right + g.rows() + m, dvalues, 0, rank, true);
+      row_sums(next - first, count, ds, right + m, dkeys, 0, width, true);
+      row_sums(next - first, count, p, right + rows + m, dvalues, 0, rank, true);
     }
   }
 }
 
 // The share of one group in rows [begin, end) of dkeys and dvalues.
-void backward_keys(const AttentionBackward& args, const AttentionGroup& g, const float* ds, int64_t begin,
+void backward_keys(const AttentionBackward& args, const AttentionGroup& g, const float* tiles, int64_t begin,
                    int64_t end) {
   const int64_t sequence_row = args.forward.sequences.begin(g.sequence);
   const auto entries_before = [&](int64_t row) {
@@ -270,9 +379,9 @@ void backward_keys(const AttentionBackward& args, const AttentionGroup& g, const
   };
   begin = entries_before(begin);
   end = entries_before(end);
-  add_key_grads(args, g, ds, 0, g.queries, begin, std::min(end, g.prefix));
+  add_key_grads(args, g, tiles, 0, g.queries, begin, std::min(end, g.prefix));
   for (int64_t i = 1; i < g.queries; ++i) {
-    add_key_grads(args, g, ds, i, 1, std::max(begin, g.prefix), std::min(end, g.prefix + i));
+    add_key_grads(args, g, tiles, i, 1, std::max(begin, g.prefix), std::min(end, g.prefix + i));
   }
 }
 
@@ -284,9 +393,9 @@ HWY_AFTER_NAMESPACE();
 namespace slipstream::kernels {
 
 HWY_EXPORT(attend_group);
-HWY_EXPORT(group_scores);
-HWY_EXPORT(group_softmax);
-HWY_EXPORT(group_outputs);
+HWY_EXPORT(split_scores);
+HWY_EXPORT(split_softmax);
+HWY_EXPORT(split_outputs);
 HWY_EXPORT(backward_group);
 HWY_EXPORT(backward_keys);
 
@@ -351,29 +460,36 @@ std::vector<AttentionGroup> make_groups(const Attention& args) {
 // Few groups for many threads (decode): scores are split over keys, softmax over rows, outputs over columns.
 // No element is shared, so nothing is merged and the bits are those of attend_group.
 void attend_split(const Attention& args, const AttentionGroup& g, Stream& stream) {
-  const int64_t pieces = 2 * stream.threads(), columns = args.o.size(2);
+  constexpr int64_t kKeyGrain = 64;     // whole tiles of keys: no two threads write one element
+  constexpr int64_t kColumnGrain = 16;  // one register
+  const auto share = [&](int64_t n, int64_t grain) { return (n / stream.threads() + grain) / grain * grain; };
+  const int64_t rescales = (g.keys() / kAttentionBlock + 1) * g.rows();
   const auto buffer =
-      std::make_unique_for_overwrite<float[]>(static_cast<size_t>(g.rows() * (g.stride() + 1)));
+      std::make_unique_for_overwrite<float[]>(static_cast<size_t>(g.rows() * (g.stride() + 1) + rescales));
   float* s = buffer.get();
-  float* inverse = s + g.rows() * g.stride();
-  // Whole tiles of eight keys, so that no two threads write one column.
-  const int64_t key_grain = (g.keys() / pieces + 64) / 64 * 64;
-  stream.parallel_for(g.keys(), key_grain, [&](int64_t begin, int64_t end, Worker& worker) {
-    HWY_DYNAMIC_DISPATCH(group_scores)(args, g, begin, end, s, worker);
+  float* sums = s + g.rows() * g.stride();
+  float* rescale = sums + g.rows();
+  stream.parallel_for(g.keys(), share(g.keys(), kKeyGrain), [&](int64_t begin, int64_t end, Worker& worker) {
+    HWY_DYNAMIC_DISPATCH(split_scores)(args, g, begin, end, s, worker);
   });
-  stream.parallel_for(g.rows(), 1 + g.rows() / pieces, [&](int64_t begin, int64_t end, Worker&) {
-    HWY_DYNAMIC_DISPATCH(group_softmax)(args, g, begin, end, s, inverse);
+  stream.parallel_for(g.rows(), share(g.rows(), 1), [&](int64_t begin, int64_t end, Worker&) {
+    HWY_DYNAMIC_DISPATCH(split_softmax)(args, g, begin, end, s, sums, rescale);
   });
-  stream.parallel_for(columns, (columns / stream.threads() + 16) / 16 * 16,
-                      [&](int64_t begin, int64_t end, Worker& worker) {
-                        HWY_DYNAMIC_DISPATCH(group_outputs)(args, g, s, inverse, begin, end, worker);
-                      });
+  const int64_t columns = args.o.size(2);
+  stream.parallel_for(columns, share(columns, kColumnGrain), [&](int64_t begin, int64_t end, Worker& worker) {
+    HWY_DYNAMIC_DISPATCH(split_outputs)(args, g, s, sums, rescale, begin, end, worker);
+  });
 }
 
 // ds and p of a round of the backward: about what a core's second-level cache holds.
 constexpr int64_t kRoundFloats = int64_t{1} << 18;
 
-int64_t floats_of(const AttentionGroup& g) { return 2 * g.rows() * g.stride(); }  // ds and p
+// Rows of dkeys that one task takes through a round: they stay in the second-level cache.
+constexpr int64_t kGradRows = 4 * kGradTile;
+
+int64_t floats_of(const AttentionGroup& g) {
+  return (g.keys() + kGradTile - 1) / kGradTile * kGradTile * 2 * g.rows();
+}
 
 // x: [T, heads, width], or [T, width] with one head.
 void fill_zero(const Tensor& x, int64_t heads, int64_t width, Stream& stream) {
@@ -415,23 +531,23 @@ void attend_backward(const AttentionBackward& args, Stream& stream) {
   for (const AttentionGroup& g : groups)
     round_floats = std::max(round_floats, floats_of(g) * stream.threads());
   const auto buffer = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(round_floats));
-  std::vector<float*> ds(groups.size());
+  std::vector<float*> tiles(groups.size());
   for (size_t first = 0, last = 0; first < groups.size(); first = last) {
     int64_t used = 0;
     for (; last < groups.size() && used + floats_of(groups[last]) <= round_floats; ++last) {
-      ds[last] = buffer.get() + used;
+      tiles[last] = buffer.get() + used;
       used += floats_of(groups[last]);
     }
     stream.parallel_for(static_cast<int64_t>(last - first), 1, [&](int64_t begin, int64_t, Worker& worker) {
       const size_t i = first + static_cast<size_t>(begin);
-      HWY_DYNAMIC_DISPATCH(backward_group)(args, groups[i], ds[i], ds[i] + floats_of(groups[i]) / 2, worker);
+      HWY_DYNAMIC_DISPATCH(backward_group)(args, groups[i], tiles[i], worker);
     });
     const int64_t row = args.forward.sequences.begin(groups[first].sequence);
     const int64_t rows = groups[last - 1].row + groups[last - 1].queries - row;
-    const int64_t grain = stream.threads() == 1 ? rows : std::max<int64_t>(rows / (4 * stream.threads()), 64);
+    const int64_t grain = std::clamp<int64_t>(rows / (4 * stream.threads()), kGradTile, kGradRows);
     stream.parallel_for(rows, grain, [&](int64_t begin, int64_t end, Worker&) {
       for (size_t i = first; i < last; ++i) {
-        HWY_DYNAMIC_DISPATCH(backward_keys)(args, groups[i], ds[i], row + begin, row + end);
+        HWY_DYNAMIC_DISPATCH(backward_keys)(args, groups[i], tiles[i], row + begin, row + end);
       }
     });
   }

@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 
+#include "hwy/targets.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -201,8 +202,9 @@ TEST_P(SparseMlaShapes, BackwardEqualsReference) {
   const SparseMlaBackward expected = outputs(args), one_thread = outputs(args);
   launch(args, test_stream());
   reference(expected);
+  // p carries the rounding of scores up to 10 (1e-6), and a key's gradient adds up to 10,000 such terms.
   testing::expect_near(args.dq, expected.dq, 4e-6f);
-  testing::expect_near(args.dkeys, expected.dkeys, 4e-6f);
+  testing::expect_near(args.dkeys, expected.dkeys, 1e-5f);
   launch(one_thread, single_thread_stream());
   expect_same_bits(args.dq, one_thread.dq);
   expect_same_bits(args.dkeys, one_thread.dkeys);
@@ -247,7 +249,8 @@ TEST(SparseMlaTest, CutsDoNotChangeBits) {
   }
 }
 
-// A long decode step is large enough to be split over threads by keys, rows and columns.
+// Decode steps long enough to be split over threads by keys, rows and columns, and over several softmax
+// blocks.
 TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
   TensorPool pool(4);
   const World world(pool, {8, 64, 16}, {2500}, 0, DType::kF32);
@@ -260,6 +263,10 @@ TEST(SparseMlaTest, SplitDecodeHasTheBitsOfPrefill) {
     expect_same_bits(decode.o, prefill.o.slice(0, 19, 20));
     expect_same_bits(decode.lse, prefill.lse.slice(0, 19, 20));
   }
+  const SparseMla expected = make_call(pool, world, last, 2);
+  reference(expected);
+  testing::expect_near(prefill.o.slice(0, 19, 20), expected.o, testing::tolerance(DType::kF32));
+  testing::expect_near(prefill.lse.slice(0, 19, 20), expected.lse, testing::tolerance(DType::kF32));
 }
 
 TEST(SparseMlaTest, ExplicitPrefixHasTheBitsOfAbsentIndices) {
@@ -309,6 +316,38 @@ TEST(SparseMlaTest, NanStaysWithTheQueriesThatSeeIt) {
   expect_same_bits(dirty.o.slice(0, 8, 20), clean.o.slice(0, 8, 20));
   expect_same_bits(dirty.o.slice(0, 40, 70), clean.o.slice(0, 40, 70));
   EXPECT_TRUE(std::isnan(dirty.o.row(20)[0]));
+}
+
+// Where the CPU has AVX-512, the AVX2 form gives the same bits, forward and backward.
+TEST(SparseMlaTest, VectorWidthDoesNotChangeBits) {
+  for (const int64_t topk : {0, 24}) {
+    TensorPool pool(11);
+    const World world(pool, {5, 33, 6}, {150, 40}, topk, DType::kF32);
+    std::vector<SparseMlaBackward> results;
+    for (const int64_t targets : {hwy::SupportedTargets(), int64_t{HWY_AVX2}}) {
+      hwy::GetChosenTarget().Update(targets);
+      const SparseMla call = make_call(pool, world, whole(world), 1);
+      launch(call, test_stream());
+      TensorPool gradients(12);
+      results.push_back({.q = call.q,
+                         .keys = call.keys,
+                         .sequences = call.sequences,
+                         .indices = call.indices,
+                         .counts = call.counts,
+                         .scale = call.scale,
+                         .o = call.o,
+                         .lse = call.lse,
+                         .d_o = pool.copy(gradients.random(DType::kF32, {190, 5, 33})),
+                         .dq = pool.output(DType::kF32, {190, 5, 39}),
+                         .dkeys = pool.output(DType::kF32, {190, 39})});
+      launch(results.back(), test_stream());
+    }
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    expect_same_bits(results[1].o, results[0].o);
+    expect_same_bits(results[1].lse, results[0].lse);
+    expect_same_bits(results[1].dq, results[0].dq);
+    expect_same_bits(results[1].dkeys, results[0].dkeys);
+  }
 }
 
 TEST(SparseMlaTest, LargeScoresStayFinite) {

@@ -8,7 +8,7 @@
 namespace slipstream::kernels::testing {
 namespace {
 
-constexpr size_t kFenceBytes = 64;
+constexpr size_t kFenceBytes = 64;  // a cache line
 constexpr std::byte kFence{0xA5};
 
 // Calls f(offset) for every element, offsets in elements of the (possibly strided) tensor.
@@ -43,9 +43,11 @@ std::vector<double> values_of(const Tensor& t) {
 Tensor TensorPool::allocate(DType dtype, std::initializer_list<int64_t> shape) {
   Tensor tensor(nullptr, dtype, shape);
   const size_t size = static_cast<size_t>(tensor.bytes());
-  Block block{std::make_unique<std::byte[]>(size + 2 * kFenceBytes), size, tensor.describe()};
-  std::memset(block.memory.get(), static_cast<int>(kFence), size + 2 * kFenceBytes);
-  tensor = Tensor(block.memory.get() + kFenceBytes, dtype, shape);
+  Block block{std::make_unique<std::byte[]>(size + 3 * kFenceBytes), nullptr, size, tensor.describe()};
+  const uintptr_t address = reinterpret_cast<uintptr_t>(block.memory.get());
+  block.start = block.memory.get() + (kFenceBytes - address % kFenceBytes) % kFenceBytes;
+  std::memset(block.start, static_cast<int>(kFence), size + 2 * kFenceBytes);
+  tensor = Tensor(block.start + kFenceBytes, dtype, shape);
   blocks_.push_back(std::move(block));
   return tensor;
 }
@@ -119,7 +121,7 @@ Tensor TensorPool::copy(const Tensor& other) {
 
 void TensorPool::expect_fences_intact() const {
   for (const Block& block : blocks_) {
-    const std::byte* memory = block.memory.get();
+    const std::byte* memory = block.start;
     const auto intact = [](std::byte b) { return b == kFence; };
     EXPECT_TRUE(std::all_of(memory, memory + kFenceBytes, intact)) << "written before " << block.what;
     const std::byte* after = memory + kFenceBytes + block.size;

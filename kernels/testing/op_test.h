@@ -14,8 +14,9 @@
 
 namespace slipstream::kernels::testing {
 
-// Owns tensors for one test. Every tensor stands between fences of a known byte pattern; outputs start as NaN
-// (integers as INT32_MIN), so gaps and stray writes fail the comparison or expect_fences_intact().
+// Owns tensors for one test, on cache lines as in a model. Every tensor stands between fences of a known byte
+// pattern; outputs start as NaN (integers as INT32_MIN), so gaps and stray writes fail the comparison or
+// expect_fences_intact().
 class TensorPool {
  public:
   explicit TensorPool(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
@@ -38,6 +39,7 @@ class TensorPool {
   uint64_t state_;
   struct Block {
     std::unique_ptr<std::byte[]> memory;
+    std::byte* start;  // of the first fence
     size_t size;       // payload
     std::string what;
   };

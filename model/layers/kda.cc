@@ -44,12 +44,13 @@ Tensor KdaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
                   step.stream);
   const Tensor o = step.alloc({tokens, h, d});
   if (saved != nullptr) {
-    s.chunk_states = step.alloc({kernels::kda_chunks(batch.sequences), h, d, d});
-    s.u = step.alloc({tokens, h, d});
+    s.span_states = step.alloc({kernels::kda_spans(batch.sequences), h, d, d});
+    s.r = step.alloc({tokens, h, d});
   }
   kernels::launch(kernels::Kda{.q = s.q_hat, .k = s.k_hat, .v = third(s.mixed, 2, h), .log_decay = s.log_decay,
-                               .beta = s.beta, .sequences = batch.sequences, .cache = cache.kda, .slots = batch.slots,
-                               .o = o, .chunk_states = s.chunk_states, .u = s.u},
+                               .beta = s.beta, .sequences = batch.sequences, .cache = cache.kda,
+                               .slots = cache.kda.state.empty() ? Tensor() : batch.slots, .o = o,
+                               .span_states = s.span_states, .r = s.r},
                   step.stream);
   s.o = o.view({tokens * h, d});
   s.g_a = linear(step, x, w.g_a);
@@ -86,9 +87,8 @@ Tensor KdaAttention::backward(const Weights& w, const Saved& s, const Tensor& dy
   const Tensor dq_hat = step.alloc({tokens, h, d}), dk_hat = step.alloc({tokens, h, d});
   const Tensor dlog_decay = step.alloc({tokens, h, d}), dbeta = step.alloc({tokens, h});
   kernels::launch(
-      kernels::KdaBackward{.q = s.q_hat, .k = s.k_hat, .v = third(s.mixed, 2, h), .log_decay = s.log_decay,
-                           .beta = s.beta, .sequences = batch.sequences, .chunk_states = s.chunk_states, .u = s.u,
-                           .d_o = d_o.view({tokens, h, d}), .dq = dq_hat, .dk = dk_hat, .dlog_decay = dlog_decay,
+      kernels::KdaBackward{.q = s.q_hat, .k = s.k_hat, .log_decay = s.log_decay, .beta = s.beta,
+                           .sequences = batch.sequences, .span_states = s.span_states, .r = s.r, .d_o = d_o.view({tokens, h, d}), .dq = dq_hat, .dk = dk_hat, .dlog_decay = dlog_decay,
                            .dv = third(dmixed, 2, h), .dbeta = dbeta},
       step.stream);
   const Tensor ddecay_logit = step.alloc({tokens, h, d}), dbeta_logit = step.alloc({tokens, h});

@@ -20,7 +20,7 @@ class KdaAttention {
     Tensor beta_logit;          // [T, h]
     Tensor q_hat, k_hat;        // [T, h, d]
     Tensor log_decay, beta;     // [T, h, d], [T, h]
-    Tensor chunk_states, u;     // as KdaBackward wants them
+    Tensor span_states, r;      // as KdaBackward wants them
     Tensor o;                   // [T*h, d]
     Tensor g_a, gate;           // [T, d], [T*h, d]
     Tensor o_inv;               // [T*h]

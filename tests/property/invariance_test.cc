@@ -1,0 +1,181 @@
+// Goal: a token's log-prob has the same bits however its sequence reaches the model: in one prefill, in pieces, token by
+// token, in a batch with others, as a training forward, with a forked cache, on one thread or two; for every family, in fp32
+// and bf16.
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "gtest/gtest.h"
+#include "tests/property/test_models.h"
+
+namespace slipstream::model {
+namespace {
+
+using kernels::DType;
+using testing::make_test_model;
+using testing::TestModel;
+
+constexpr int64_t kLength = 300;
+
+kernels::Stream& stream_of(int threads) {
+  static const std::unique_ptr<kernels::Stream> one = *kernels::Stream::create_cpu(1);
+  static const std::unique_ptr<kernels::Stream> two = *kernels::Stream::create_cpu(2);
+  return threads == 1 ? *one : *two;
+}
+
+struct Piece {
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> targets;
+  int64_t cached;  // cache sequence id
+};
+
+// Log-probs of each piece's targets, all pieces in one forward pass.
+std::vector<std::vector<float>> run(TestModel& m, const std::vector<Piece>& pieces, Cache* cache, int threads,
+                                    bool training = false) {
+  const kernels::ArenaScope scope(m.arena);
+  Batch batch;
+  std::vector<int32_t> targets;
+  for (const Piece& piece : pieces) {
+    batch.tokens.insert(batch.tokens.end(), piece.tokens.begin(), piece.tokens.end());
+    targets.insert(targets.end(), piece.targets.begin(), piece.targets.end());
+    batch.lengths.push_back(static_cast<int64_t>(piece.tokens.size()));
+    if (cache != nullptr) batch.cached.push_back(piece.cached);
+  }
+  kernels::Stream& stream = stream_of(threads);
+  const absl::StatusOr<PreparedBatch> prepared = prepare_batch(m.config(), batch, cache, m.arena, stream);
+  CHECK_OK(prepared.status());
+  Step step{stream, m.arena, *prepared};
+  SavedForward saved;
+  const Tensor hidden = m.model->forward(m.weights(), step, training ? &saved : nullptr);
+  const Tensor target_rows = step.ints({prepared->rows()});
+  std::copy(targets.begin(), targets.end(), target_rows.i32());
+  const Tensor logprob = m.model->log_probs(m.weights(), hidden, target_rows, 1.0f, false, step).logprob;
+  std::vector<std::vector<float>> out;
+  const float* next = logprob.f32();
+  for (const Piece& piece : pieces) {
+    out.emplace_back(next, next + piece.tokens.size());
+    next += piece.tokens.size();
+  }
+  return out;
+}
+
+// tokens [begin, end) with the token after each as its target.
+Piece piece_of(const std::vector<int32_t>& tokens, int64_t begin, int64_t end, int64_t cached = 0) {
+  Piece piece{{tokens.begin() + begin, tokens.begin() + end}, {}, cached};
+  for (int64_t i = begin; i < end; ++i) {
+    piece.targets.push_back(i + 1 < static_cast<int64_t>(tokens.size()) ? tokens[static_cast<size_t>(i + 1)] : -1);
+  }
+  return piece;
+}
+
+std::unique_ptr<Cache> make_cache(const TestModel& m, int64_t tokens = 8192, int64_t sequences = 20) {
+  return *Cache::create(m.config(), {.tokens = tokens, .sequences = sequences, .dtype = m.loaded.store.dtype()});
+}
+
+void expect_same(const std::vector<float>& actual, const std::vector<float>& expected, const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size()) << what;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_TRUE(std::isfinite(expected[i])) << what << ": token " << i;
+    ASSERT_EQ(std::memcmp(&actual[i], &expected[i], sizeof(float)), 0)
+        << what << ": token " << i << ": " << actual[i] << ", expected the bits of " << expected[i];
+  }
+}
+
+class InvarianceTest : public ::testing::TestWithParam<std::tuple<std::string, DType>> {
+ protected:
+  InvarianceTest() : m_(make_test_model(std::get<0>(GetParam()), std::get<1>(GetParam()))) {
+    tokens_ = testing::test_tokens(m_.config(), kLength, 5);
+    whole_ = run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2)[0];
+  }
+
+  // The sequence in pieces of these lengths, the last repeated to the end, through a cache.
+  std::vector<float> in_pieces(const std::vector<int64_t>& lengths, int threads) {
+    const std::unique_ptr<Cache> cache = make_cache(m_);
+    const int64_t id = *cache->open();
+    std::vector<float> out;
+    size_t n = 0;
+    for (int64_t begin = 0; begin < kLength;) {
+      const int64_t end = std::min(begin + lengths[std::min(n++, lengths.size() - 1)], kLength);
+      const std::vector<float> part = run(m_, {piece_of(tokens_, begin, end, id)}, cache.get(), threads)[0];
+      out.insert(out.end(), part.begin(), part.end());
+      begin = end;
+    }
+    return out;
+  }
+
+  TestModel m_;
+  std::vector<int32_t> tokens_;
+  std::vector<float> whole_;
+};
+
+TEST_P(InvarianceTest, Threads) {
+  expect_same(run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 1)[0], whole_, "one thread");
+}
+
+TEST_P(InvarianceTest, TrainingForward) {
+  expect_same(run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2, /*training=*/true)[0], whole_, "training");
+}
+
+TEST_P(InvarianceTest, ChunkedPrefill) {
+  for (const int64_t length : {kLength, int64_t{7}, int64_t{64}, int64_t{100}}) {
+    expect_same(in_pieces({length}, 2), whole_, "pieces of " + std::to_string(length));
+  }
+  expect_same(in_pieces({63, 2, 130, 1, 5}, 1), whole_, "uneven pieces");
+}
+
+TEST_P(InvarianceTest, TokenByToken) { expect_same(in_pieces({1}, 1), whole_, "decode"); }
+
+TEST_P(InvarianceTest, InBatches) {
+  for (const int64_t count : {3, 17}) {
+    const std::unique_ptr<Cache> cache = make_cache(m_);
+    std::vector<Piece> fresh, cached;
+    for (int64_t b = 0; b < count; ++b) {
+      const int64_t length = b == count / 2 ? kLength : 1 + (b * 53) % 140;
+      const std::vector<int32_t> tokens =
+          b == count / 2 ? tokens_ : testing::test_tokens(m_.config(), length, 100 + static_cast<uint64_t>(b));
+      fresh.push_back(piece_of(tokens, 0, length));
+      cached.push_back(piece_of(tokens, 0, length, *cache->open()));
+    }
+    const size_t ours = static_cast<size_t>(count / 2);
+    expect_same(run(m_, fresh, nullptr, 2)[ours], whole_, "batch of " + std::to_string(count));
+    expect_same(run(m_, cached, cache.get(), 2)[ours], whole_, "cached batch of " + std::to_string(count));
+  }
+}
+
+// Decode steps of one sequence beside prefills of others, as continuous batching has them.
+TEST_P(InvarianceTest, DecodeBesidePrefill) {
+  const std::unique_ptr<Cache> cache = make_cache(m_);
+  const int64_t id = *cache->open();
+  std::vector<float> out = run(m_, {piece_of(tokens_, 0, 120, id)}, cache.get(), 2)[0];
+  for (int64_t t = 120; t < 200; ++t) {
+    const std::vector<int32_t> other = testing::test_tokens(m_.config(), 1 + t % 40, static_cast<uint64_t>(t));
+    const int64_t other_id = *cache->open();
+    const std::vector<Piece> pieces = {piece_of(other, 0, static_cast<int64_t>(other.size()), other_id),
+                                       piece_of(tokens_, t, t + 1, id)};
+    out.push_back(run(m_, pieces, cache.get(), 2)[1][0]);
+    CHECK_OK(cache->free(other_id));
+  }
+  expect_same(out, {whole_.begin(), whole_.begin() + 200}, "decode beside prefill");
+}
+
+TEST_P(InvarianceTest, ForkedCache) {
+  const std::unique_ptr<Cache> cache = make_cache(m_);
+  const int64_t parent = *cache->open();
+  run(m_, {piece_of(tokens_, 0, 150, parent)}, cache.get(), 2);
+  const int64_t child = *cache->fork(parent);
+  // The parent goes another way first; its writes must not reach the child.
+  const std::vector<int32_t> other = testing::test_tokens(m_.config(), 90, 77);
+  run(m_, {piece_of(other, 0, 90, parent)}, cache.get(), 2);
+  const std::vector<float> rest = run(m_, {piece_of(tokens_, 150, kLength, child)}, cache.get(), 2)[0];
+  expect_same(rest, {whole_.begin() + 150, whole_.end()}, "forked");
+  CHECK_OK(cache->free(parent));
+  CHECK_OK(cache->free(child));
+  EXPECT_EQ(cache->usage().bytes_used, 0);
+}
+
+std::vector<std::string> names() { return testing::test_model_names(); }
+INSTANTIATE_TEST_SUITE_P(Families, InvarianceTest,
+                         ::testing::Combine(::testing::ValuesIn(names()), ::testing::Values(DType::kF32, DType::kBf16)));
+
+}  // namespace
+}  // namespace slipstream::model
