@@ -271,6 +271,8 @@ HWY_NOINLINE void backward_chunk(const BackwardHead& head, const BackwardBuffers
                                  bool last) {
   const int64_t dk = buffers.dk, dv = buffers.dv, ldk = buffers.ldk, ldv = buffers.ldv;
   const ChunkRows& rows = chunk.rows;
+  for (const HeadRows* t : {&head.dq, &head.dk, &head.dlog_decay}) prefetch_rows<true>(*t, first, count, dk);
+  prefetch_rows<true>(head.dv, first, count, dv);
   float* d_o = buffers.slopes + kKdaChunk * ldv;
   for (int64_t i = 0; i < count; ++i) pack_row(head.d_o.row(first + i), dv, d_o + i * ldv);
   std::fill(d_o + count * ldv, d_o + kKdaChunk * ldv, 0.0f);

@@ -53,11 +53,12 @@ HWY_INLINE HeadRows head_rows(const Tensor& t, int64_t first, int64_t head) {
 
 // Asks for `count` rows of n values. A head's rows are short pieces far apart, which the hardware does not
 // foresee; they wait in the second-level cache, since a chunk's own work fills the first.
+template <bool kForWriting = false>
 HWY_INLINE void prefetch_rows(const HeadRows& rows, int64_t first, int64_t count, int64_t n) {
-  constexpr int kForReading = 0, kSecondLevel = 2;
+  constexpr int kSecondLevel = 2;
   for (int64_t i = first; i < first + count; ++i) {
     const float* row = rows.row(i);
-    for (int64_t d = 0; d < n; d += kLanes) __builtin_prefetch(row + d, kForReading, kSecondLevel);
+    for (int64_t d = 0; d < n; d += kLanes) __builtin_prefetch(row + d, kForWriting ? 1 : 0, kSecondLevel);
   }
 }
 
@@ -120,10 +121,11 @@ HWY_NOINLINE void scale_rows(const ChunkRows& rows, int64_t begin, int64_t end) 
   }
 }
 
-// Moves the decayed keys past rows [first, first + kRows) and, if kScored, writes these rows of A and B: lane
-// j of a vector belongs to row j, and each element is a chain over ascending d.
-template <int kRows, bool kScored>
+// Moves the decayed keys past rows [first, first + kPast + kScored) and writes the last kScored of these rows
+// of A and B: lane j of a vector belongs to row j, and each element is a chain over ascending d.
+template <int kPast, int kScored>
 HWY_NOINLINE void reach_rows(const ChunkRows& rows, int64_t first) {
+  constexpr int kRows = kPast + kScored;
   const LanesTag tag;
   const int64_t ld = rows.ld;
   const float* HWY_RESTRICT decay = rows.decay + first * ld;
@@ -152,27 +154,32 @@ HWY_NOINLINE void reach_rows(const ChunkRows& rows, int64_t first) {
       for (int64_t part = 0; part < kLanesParts; ++part) {
         w.part[part] = hn::IfThenElse(own[r][part], k.part[part], w.part[part]);
       }
-      if (!kScored) continue;
+      if (r < kPast) continue;
       a[r] = fma(k, w, a[r]);
       b[r] = fma(broadcast(query[r * ld + d]), w, b[r]);
     }
     store(w, reach + d * kKdaChunk);
   }
-  if (!kScored) return;
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = kPast; r < kRows; ++r) {
     store(a[r], rows.a + (first + r) * kKdaChunk);
     store(b[r], rows.b + (first + r) * kKdaChunk);
   }
 }
 
-// A and B of rows [begin, end), and the decayed keys after row end - 1.
+// A and B of rows [begin, end), and the decayed keys after row end - 1. Each pass over the keys takes four
+// rows: the last up to three of the past come with the first new row, so that decode needs at most four
+// passes.
 HWY_INLINE void score_rows(const ChunkRows& rows, int64_t begin, int64_t end) {
   int64_t i = 0;
-  for (; i + 4 <= begin; i += 4) reach_rows<4, false>(rows, i);
-  for (; i < begin; ++i) reach_rows<1, false>(rows, i);
-  for (; i + 4 <= end; i += 4) reach_rows<4, true>(rows, i);
-  for (; i < end; ++i) reach_rows<1, true>(rows, i);
+  for (; i + 4 <= begin; i += 4) reach_rows<4, 0>(rows, i);
+  const int64_t past = begin - i;
+  if (past == 1) reach_rows<1, 1>(rows, i);
+  if (past == 2) reach_rows<2, 1>(rows, i);
+  if (past == 3) reach_rows<3, 1>(rows, i);
+  if (past > 0) i = begin + 1;
+  for (; i + 4 <= end; i += 4) reach_rows<0, 4>(rows, i);
+  for (; i < end; ++i) reach_rows<0, 1>(rows, i);
 }
 
 // x[i] = (k_i P_i)ᵀ S and x[16 + i] = (q_i P_i)ᵀ S for rows [begin, end): chains over ascending d.
