@@ -1,0 +1,136 @@
+// toy_training MODEL OUT: teaches a small model to count. Sequences go s, s+d, s+2d, ... modulo 64; after two tokens the
+// rest can be known. Plain Adam on the log-probs of tokens 2.. of each sequence, then the checkpoint is saved to OUT.
+// It shows a whole training step in one page: batch, forward, log-probs, backward, update.
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "common/status.h"
+#include "model/load.h"
+#include "model/model.h"
+
+namespace slipstream {
+namespace {
+
+constexpr int32_t kModulus = 64;
+
+struct Flags {
+  std::string model;
+  std::string out;
+  int steps = 300;
+  int64_t sequences = 16;
+  int64_t length = 16;
+  float learning_rate = 3e-3f;
+  int threads = 2;
+};
+
+// Adam with its moments beside every gradient. Kingma & Ba 2015, arXiv:1412.6980.
+class Adam {
+ public:
+  explicit Adam(const model::WeightStore& gradients) {
+    for (const auto& entry : gradients.entries()) {
+      moments_.emplace_back(2 * static_cast<size_t>(entry.tensor.empty() ? 0 : entry.tensor.numel()), 0.0f);
+    }
+  }
+  void update(const model::WeightStore& weights, const model::WeightStore& gradients, float learning_rate) {
+    ++step_;
+    const float correct1 = 1.0f - std::pow(0.9f, static_cast<float>(step_));
+    const float correct2 = 1.0f - std::pow(0.99f, static_cast<float>(step_));
+    for (size_t i = 0; i < moments_.size(); ++i) {
+      const kernels::Tensor& gradient = gradients.entries()[i].tensor;
+      if (gradient.empty()) continue;  // frozen
+      float* w = weights.entries()[i].tensor.f32();
+      for (int64_t j = 0; j < gradient.numel(); ++j) {
+        float* m = &moments_[i][2 * static_cast<size_t>(j)];
+        const float g = gradient.f32()[j];
+        m[0] = 0.9f * m[0] + 0.1f * g;
+        m[1] = 0.99f * m[1] + 0.01f * g * g;
+        w[j] -= learning_rate * (m[0] / correct1) / (std::sqrt(m[1] / correct2) + 1e-8f);
+      }
+    }
+  }
+
+ private:
+  std::vector<std::vector<float>> moments_;  // interleaved first and second
+  int step_ = 0;
+};
+
+model::Batch counting_batch(const Flags& flags, uint64_t& state) {
+  model::Batch batch;
+  for (int64_t s = 0; s < flags.sequences; ++s) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    const int32_t start = static_cast<int32_t>((state >> 33) % kModulus), stride = static_cast<int32_t>((state >> 43) % 8 + 1);
+    for (int64_t t = 0; t < flags.length; ++t) {
+      batch.tokens.push_back((start + stride * static_cast<int32_t>(t)) % kModulus);
+    }
+    batch.lengths.push_back(flags.length);
+  }
+  return batch;
+}
+
+absl::Status run(const Flags& flags) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(flags.threads));
+  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, kernels::DType::kF32, *stream));
+  if (loaded.config.vocab < kModulus) {
+    return absl::InvalidArgumentError(absl::StrCat(flags.model, ": vocab_size: ", loaded.config.vocab, ", expected at least ",
+                                                   kModulus));
+  }
+  ASSIGN_OR_RETURN(const std::unique_ptr<model::Model> network, model::Model::create(loaded.config));
+  ASSIGN_OR_RETURN(model::WeightStore gradients,
+                   model::WeightStore::create_gradients(loaded.config, loaded.store.with_mtp()));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(int64_t{1} << 38));
+  const model::ModelWeights& weights = loaded.store.tensors();
+  Adam adam(gradients);
+  uint64_t state = 1;
+  for (int i = 1; i <= flags.steps; ++i) {
+    const kernels::ArenaScope scope(arena);
+    const model::Batch batch = counting_batch(flags, state);
+    ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
+                     model::prepare_batch(loaded.config, batch, nullptr, arena, *stream));
+    model::Step step{*stream, arena, prepared};
+    const int64_t rows = prepared.rows();
+    const kernels::Tensor targets = step.ints({rows}), dlogprob = step.alloc({rows});
+    const float share = 1.0f / static_cast<float>(flags.sequences * (flags.length - 2));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t t = r % flags.length;
+      const bool scored = t >= 1 && t + 1 < flags.length;
+      targets.i32()[r] = scored ? batch.tokens[static_cast<size_t>(r + 1)] : -1;
+      dlogprob.f32()[r] = scored ? -share : 0.0f;
+    }
+    model::SavedForward saved;
+    gradients.zero();
+    const kernels::Tensor hidden = network->forward(weights, step, &saved);
+    const model::Model::LogProbs log_probs = network->log_probs(weights, hidden, targets, 1.0f, false, step);
+    const kernels::Tensor dhidden = network->log_probs_backward(weights, hidden, targets, 1.0f, log_probs, dlogprob, {},
+                                                                gradients.tensors(), step);
+    network->backward(weights, saved, dhidden, gradients.tensors(), step);
+    adam.update(loaded.store, gradients, flags.learning_rate);
+    if (i == 1 || i % 50 == 0) {
+      double loss = 0.0;
+      for (int64_t r = 0; r < rows; ++r) loss += double{dlogprob.f32()[r]} * log_probs.logprob.f32()[r];
+      std::printf("step %4d  loss %.4f nats a token\n", i, loss);
+      std::fflush(stdout);
+    }
+  }
+  return model::save_weights(loaded, flags.out, {.carry_from = flags.model});
+}
+
+}  // namespace
+}  // namespace slipstream
+
+int main(int argc, char** argv) {
+  slipstream::Flags flags;
+  CLI::App app("Teaches a small model to count.");
+  app.add_option("model", flags.model, "Model directory")->required();
+  app.add_option("out", flags.out, "Where the trained model goes")->required();
+  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
+  app.add_option("--learning-rate", flags.learning_rate);
+  app.add_option("--threads", flags.threads);
+  CLI11_PARSE(app, argc, argv);
+  const absl::Status status = slipstream::run(flags);
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "toy_training: %s\n", std::string(status.message()).c_str());
+  return 1;
+}
