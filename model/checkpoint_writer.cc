@@ -247,14 +247,12 @@ absl::Status CheckpointWriter::publish(const std::string& dir, const std::vector
     before(absl::StrCat("rename ", shard.file_name));
     RETURN_IF_ERROR(rename_file(temporary(path), path));
     stale.erase(shard.file_name);
-    stale.erase(temporary(shard.file_name));
   }
   if (sharded) {
     RETURN_IF_ERROR(sync_directory(dir));  // the shards' names are on disk before the index that lists them
     before(absl::StrCat("rename ", kIndexFileName));
     RETURN_IF_ERROR(rename_file(temporary(index_path), index_path));
     stale.erase(kIndexFileName);
-    stale.erase(temporary(kIndexFileName));
   }
   RETURN_IF_ERROR(sync_directory(dir));
   // An old index goes before its shards and an old model.safetensors before all else: no reader finds one
@@ -265,7 +263,7 @@ absl::Status CheckpointWriter::publish(const std::string& dir, const std::vector
     RETURN_IF_ERROR(remove_file(absl::StrCat(dir, "/", first)));
     RETURN_IF_ERROR(sync_directory(dir));
   }
-  for (const std::string& name : stale) {
+  for (const std::string& name : stale) {  // our own temporaries as well, which are gone by now
     before(absl::StrCat("remove ", name));
     RETURN_IF_ERROR(remove_file(absl::StrCat(dir, "/", name)));
   }

@@ -15,7 +15,6 @@ namespace slipstream::model {
 namespace {
 
 using testing::bytes_of;
-using testing::data_of;
 using testing::stored_file;
 using testing::TemporaryDirectory;
 
