@@ -82,8 +82,8 @@ HWY_INLINE void pack_rows(int64_t m, int64_t width, const float* const* rows, fl
 template <int Vectors, bool Ahead>
 HWY_INLINE void dot_tile(int64_t steps, const float* const* keys, const float* HWY_RESTRICT q,
                          int64_t columns, float* HWY_RESTRICT s, int64_t lds) {
-  // Rows that share the registers: all eight with AVX-512, two at a time with AVX2's sixteen half-size
-  // registers.
+  // Keys that share the registers: all eight with AVX-512, fewer at a time with AVX2's sixteen half-size
+  // ones.
   constexpr int kRows = kLanesParts == 1 ? kDotRows : 4 / Vectors < 1 ? 1 : 4 / Vectors;
   Lanes sums[kDotRows][Vectors];
   for (int64_t first = 0; first < kDotRows; first += kRows) {

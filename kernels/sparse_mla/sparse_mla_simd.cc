@@ -402,8 +402,8 @@ HWY_EXPORT(backward_keys);
 namespace {
 
 constexpr int64_t kGroupRows = 96;  // whole tiles of 12 rows
-constexpr int64_t kScoresMax = int64_t{1}
-                               << 24;  // floats of a group's scores: at a million keys, groups get lower
+// Floats of a group's scores where they are kept whole: at a million keys, groups get lower.
+constexpr int64_t kScoresMax = int64_t{1} << 24;
 // Below this many multiply-adds, three rounds of waking threads cost more than they save.
 constexpr int64_t kSplitWork = int64_t{1} << 20;
 
@@ -413,7 +413,7 @@ int64_t rows_max(int64_t keys) { return std::clamp<int64_t>(kScoresMax / keys / 
 // Appends the groups of queries [row, row + queries), whose first sees `prefix` keys.
 void append_groups(const Attention& args, int64_t sequence, int64_t row, int64_t queries, int64_t prefix,
                    const int32_t* selection, std::vector<AttentionGroup>& groups) {
-  const int64_t heads = args.q.size(1) / args.kv_heads, limit = rows_max(prefix + 1);
+  const int64_t heads = args.q.size(1) / args.kv_heads, limit = rows_max(prefix + queries);
   const int64_t tile = std::max<int64_t>(limit / heads, 1);
   for (int64_t i = 0; i < queries; i += tile) {
     for (int64_t kv_head = 0; kv_head < args.kv_heads; ++kv_head) {
@@ -528,8 +528,9 @@ void attend_backward(const AttentionBackward& args, Stream& stream) {
   if (!args.dvalues.empty()) fill_zero(args.dvalues, kv_heads, args.d_o.size(2), stream);
   const std::vector<AttentionGroup> groups = make_groups(args.forward);
   int64_t round_floats = kRoundFloats * stream.threads();
-  for (const AttentionGroup& g : groups)
+  for (const AttentionGroup& g : groups) {
     round_floats = std::max(round_floats, floats_of(g) * stream.threads());
+  }
   const auto buffer = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(round_floats));
   std::vector<float*> tiles(groups.size());
   for (size_t first = 0, last = 0; first < groups.size(); first = last) {
