@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "hwy/targets.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -349,6 +350,35 @@ TEST_P(KdaCutTest, BackwardOfASequenceIgnoresItsBatch) {
   testing::expect_same_bits(args.dv, batch.dv.slice(0, 75, 204));
   testing::expect_same_bits(args.dlog_decay, batch.dlog_decay.slice(0, 75, 204));
   testing::expect_same_bits(args.dbeta, batch.dbeta.slice(0, 75, 204));
+}
+
+TEST_P(KdaCutTest, AllTargetsGiveTheSameBits) {
+  const Shape shape = GetParam();
+  TensorPool pool(12);
+  const Kda first = with_outputs_for_backward(
+      pool, random_args(pool, sequences_of(pool, {70, 33}), shape, Decays::kTypical));
+  launch(first, test_stream());
+  const KdaBackward first_backward = backward_of(pool, first);
+  launch(first_backward, test_stream());
+  for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    Kda args = with_outputs_for_backward(pool, first);
+    args.o = pool.output(DType::kF32, {103, shape.heads, shape.dv});
+    launch(args, test_stream());
+    const KdaBackward backward = with_fresh_outputs(pool, first_backward);
+    launch(backward, test_stream());
+    hwy::SetSupportedTargetsForTest(0);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    testing::expect_same_bits(args.o, first.o);
+    testing::expect_same_bits(args.r, first.r);
+    testing::expect_same_bits(args.span_states, first.span_states);
+    testing::expect_same_bits(backward.dq, first_backward.dq);
+    testing::expect_same_bits(backward.dk, first_backward.dk);
+    testing::expect_same_bits(backward.dv, first_backward.dv);
+    testing::expect_same_bits(backward.dbeta, first_backward.dbeta);
+    testing::expect_same_bits(backward.dlog_decay, first_backward.dlog_decay);
+  }
 }
 
 TEST_P(KdaCutTest, EarlierRowsIgnoreLaterOnes) {

@@ -3,6 +3,7 @@
 // differences; extreme and zero inputs stay finite; bad arguments are refused by name.
 #include "kernels/kda_inputs/kda_inputs.h"
 
+#include "hwy/targets.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -74,7 +75,7 @@ TEST_P(KdaInputsTest, EqualsReference) {
   testing::expect_near(args.log_decay, expected.log_decay, tolerance);
   testing::expect_near(args.beta, expected.beta, tolerance);
 
-  // In place: every output is its own input.
+  // In place: every output is its own input. On the narrower target, which must not show.
   const Tensor q = pool.copy(args.q), k = pool.copy(args.k), logit = pool.copy(args.decay_logit);
   const Tensor beta = pool.copy(args.beta_logit);
   launch(KdaInputs{.q = q,
@@ -89,6 +90,8 @@ TEST_P(KdaInputsTest, EqualsReference) {
                    .log_decay = logit,
                    .beta = beta},
          test_stream());
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   testing::expect_same_bits(q, args.q_hat);
   testing::expect_same_bits(k, args.k_hat);
   testing::expect_same_bits(logit, args.log_decay);
@@ -118,7 +121,11 @@ TEST_P(KdaInputsTest, EqualsReference) {
   testing::expect_near(backward.dbeta_logit, expected_backward.dbeta_logit, 4e-6f);
   testing::expect_near(backward.da_log, expected_backward.da_log, 1e-5f);
   testing::expect_near(backward.ddt_bias, expected_backward.ddt_bias, 1e-5f);
+  hwy::SetSupportedTargetsForTest(HWY_AVX2);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   launch(in_place, testing::single_thread_stream());
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   testing::expect_same_bits(in_place.dq, backward.dq);
   testing::expect_same_bits(in_place.dk, backward.dk);
   testing::expect_same_bits(in_place.ddecay_logit, backward.ddecay_logit);
