@@ -17,6 +17,7 @@ Run add_inspect(CLI::App& app);
 Run add_init(CLI::App& app);
 Run add_logprobs(CLI::App& app);
 Run add_generate(CLI::App& app);
+Run add_convert(CLI::App& app);
 
 // "5,9,17" -> {5, 9, 17}. InvalidArgument: `flag: ...`, not numbers, or empty.
 absl::StatusOr<std::vector<int32_t>> parse_ids(const std::string& flag, const std::string& text);

@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
       {"init", "Write a checkpoint with random weights", &slipstream::cli::add_init},
       {"logprobs", "Log-probabilities of a token sequence", &slipstream::cli::add_logprobs},
       {"generate", "Continue a token sequence", &slipstream::cli::add_generate},
+      {"convert", "Rewrite a checkpoint in another dtype or other shards", &slipstream::cli::add_convert},
   };
   std::vector<std::pair<CLI::App*, Run>> runs;
   for (const Command& command : commands) {

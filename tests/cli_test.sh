@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Goal: the command line keeps its fixed forms, writes what it reads, and answers bad input with one line and a code.
+# usage: cli_test.sh SLIPSTREAM FIXTURES_DIR
+set -u
+slipstream=$1
+fixtures=$2
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failures=0
+fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
+
+# expect_output PATTERN COMMAND...: succeeds and prints a line that matches.
+expect_output() {
+  local pattern=$1; shift
+  local out
+  out=$("$@" 2>"$work/stderr") || { fail "$* failed: $(cat "$work/stderr")"; return; }
+  grep -qE "$pattern" <<<"$out" || fail "$*: no match for $pattern in: $out"
+}
+# expect_error CODE PATTERN COMMAND...: fails with this code and one matching line on stderr.
+expect_error() {
+  local code=$1 pattern=$2; shift 2
+  "$@" >"$work/stdout" 2>"$work/stderr"
+  local got=$?
+  [ "$got" -eq "$code" ] || fail "$*: exit code $got, expected $code: $(cat "$work/stderr")"
+  grep -qE "$pattern" "$work/stderr" || fail "$*: no match for $pattern in: $(cat "$work/stderr")"
+  [ "$code" -ne 1 ] || [ "$(wc -l <"$work/stderr")" -eq 1 ] || fail "$*: expected one line, got: $(cat "$work/stderr")"
+}
+
+expect_output '^\{"model_type":"glm_moe_dsa","parameters":\{"total":753864139008,"backbone":742008052992,"embedding":951582720,"lm_head":951582720,"mtp":9952920576,"vision":0,"active":[0-9]+' \
+  "$slipstream" inspect glm5 --json
+expect_output '"cache_bytes_per_token":\{"latent":89856,"indexer":19968\},"state_bytes":0' "$slipstream" inspect glm5 --json
+expect_output '"weights":80[0-9]{9},"attention":22[0-9]{9},"indexer":172[0-9]{9}' "$slipstream" inspect glm52 --json --context 1000000
+expect_output 'active per token' "$slipstream" inspect "$fixtures/glm53_flash"
+
+for preset in glm5-tiny glm52-tiny flash-tiny; do
+  expect_output 'parameters$' "$slipstream" init "$work/$preset" --config "$preset" --seed 3 --shard-bytes 400000
+  expect_output '^\{"ids":\[5,9,17\],"logprobs":\[null,-[0-9.]+,-[0-9.]+\]\}$' "$slipstream" logprobs --model "$work/$preset" --ids 5,9,17 --json
+  expect_output '^\{"ids":\[([0-9]+,){5}[0-9]+\],"logprobs":\[' "$slipstream" generate --model "$work/$preset" --ids 5,9,17 --max-tokens 6 --temperature 0 --ignore-eos --json
+done
+
+# Generated log-probs are those of logprobs, to the bit, in both dtypes and on one thread or two.
+for dtype in fp32 bf16; do
+  generated=$("$slipstream" generate --model "$work/flash-tiny" --ids 5,9,17 --max-tokens 20 --seed 7 --ignore-eos --dtype $dtype --threads 1 --json)
+  new=$(sed -E 's/.*"ids":\[([^]]*)\].*/\1/' <<<"$generated")
+  logprobs=$(sed -E 's/.*"logprobs":\[([^]]*)\].*/\1/' <<<"$generated")
+  expect_output "^.*\"logprobs\":\[null,[^,]*,[^,]*,$logprobs\]\}$" "$slipstream" logprobs --model "$work/flash-tiny" --ids "5,9,17,$new" --dtype $dtype --threads 2 --json
+done
+
+expect_output 'written' "$slipstream" convert "$work/flash-tiny" "$work/converted" --dtype bf16
+expect_output '^\{"ids"' "$slipstream" logprobs --model "$work/converted" --ids 5,9,17 --dtype bf16 --json
+
+expect_error 2 'required' "$slipstream" logprobs --ids 5
+expect_error 2 'not expected' "$slipstream" inspect glm5 --surprise
+expect_error 1 'nope: no such file, nor one of the presets' "$slipstream" inspect nope
+expect_error 1 'nope/config.json|nope: cannot be opened' "$slipstream" logprobs --model "$work/nope" --ids 5
+expect_error 1 '\-\-ids: "5,x", expected token ids' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,x
+expect_error 1 'tokens\[1\]: 100000, expected 0..271' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,100000
+expect_error 1 '\-\-dtype: "fp16", expected fp32 or bf16' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --dtype fp16
+expect_error 1 'threads: 0, expected 1..256' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --threads 0
+expect_error 1 'holds a model already' "$slipstream" init "$work/flash-tiny" --config flash-tiny
+expect_error 1 '753864139008 parameters, expected at most' "$slipstream" init "$work/huge" --config glm5
+head -c 1000 "$work/converted/model.safetensors" >"$work/cut" && mv "$work/cut" "$work/converted/model.safetensors"
+expect_error 1 'model.safetensors' "$slipstream" logprobs --model "$work/converted" --ids 5
+
+[ "$failures" -eq 0 ] && echo "cli: ok"
+exit $((failures > 0))
