@@ -136,6 +136,45 @@ TEST(LoadTest, RefusesAnotherShape) {
   EXPECT_NE(status.message().find("shape [56, 40], expected [64, 40]"), absl::string_view::npos) << status;
 }
 
+// Field case C11: an indexer is frozen by default, whatever is trained around it and however often it is saved.
+TEST(LoadTest, AFrozenIndexerKeepsItsBytes) {
+  testing::TestModel m = testing::make_test_model("glm5_next", DType::kF32);
+  const auto indexer_bytes = [](const LoadedWeights& weights) {
+    std::string bytes;
+    for (const WeightStore::Entry& entry : weights.store.entries()) {
+      if (entry.parameter.name.find(".indexer.") == std::string::npos) continue;
+      bytes.append(static_cast<const char*>(entry.tensor.raw()), static_cast<size_t>(entry.tensor.bytes()));
+    }
+    return bytes;
+  };
+  const std::string before = indexer_bytes(m.loaded);
+  ASSERT_FALSE(before.empty());
+  const std::string dir = fresh_directory("frozen");
+  for (int round = 0; round < 2; ++round) {
+    const kernels::ArenaScope scope(m.arena);
+    const Batch batch{.tokens = testing::test_tokens(m.config(), 40, 9), .lengths = {40}, .cached = {}};
+    const PreparedBatch prepared = *prepare_batch(m.config(), batch, nullptr, m.arena, stream());
+    Step step{stream(), m.arena, prepared};
+    SavedForward saved;
+    const Tensor hidden = m.model->forward(m.weights(), step, &saved);
+    WeightStore gradients = *WeightStore::create_gradients(m.config(), m.loaded.store.with_mtp());
+    m.model->backward(m.weights(), saved, hidden, gradients.tensors(), step);
+    int moved = 0;
+    for (size_t i = 0; i < gradients.entries().size(); ++i) {
+      const Tensor& gradient = gradients.entries()[i].tensor;
+      if (gradient.empty()) continue;
+      for (int64_t j = 0; j < gradient.numel(); ++j) {
+        m.loaded.store.entries()[i].tensor.f32()[j] -= 1e-3f * gradient.f32()[j];
+      }
+      ++moved;
+    }
+    EXPECT_GT(moved, 20);
+    CHECK_OK(save_weights(m.loaded, dir, {}));
+    m.loaded = *load_weights(dir, DType::kF32, stream());
+    EXPECT_EQ(indexer_bytes(m.loaded), before);
+  }
+}
+
 TEST(LoadTest, Bf16IsTheRoundedFp32) {
   const LoadedWeights saved = small("glm5_next");
   const std::string dir = fresh_directory("bf16");
