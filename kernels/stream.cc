@@ -34,18 +34,23 @@ void* Worker::allocate(int64_t bytes) {
   return result;
 }
 
-// Fork-join over an atomic counter. `generation` announces a job, `next` hands out ranges, `running` counts the
-// helpers still inside it.
+// Fork-join over an atomic counter. The calling thread works too, and waits only for helpers that have joined: one that is
+// asleep or preempted costs nothing. `state` is all of it: bit 0 says the job is open, the next fifteen bits count the
+// helpers inside it, the rest numbers the jobs.
 struct Stream::Team {
+  static constexpr uint64_t kOpen = 1, kHelper = 2, kJob = 1 << 16;
+
   std::vector<std::unique_ptr<Worker>> workers;  // [0] is the calling thread
-  std::atomic<uint64_t> generation{0};
+  std::atomic<uint64_t> state{0};
   std::atomic<int64_t> next{0};
-  std::atomic<int> running{0};
   std::atomic<bool> stopping{false};
+  // Of the open job. Written while no helper is inside.
   int64_t n = 0;
   int64_t grain = 1;
   const Task* task = nullptr;
   std::vector<std::jthread> helpers;
+
+  static bool busy(uint64_t state) { return (state & (kJob - 1)) >= kHelper; }
 
   void work(Worker& worker) {
     for (;;) {
@@ -57,16 +62,47 @@ struct Stream::Team {
   }
 
   void help(Worker& worker) noexcept {
-    uint64_t seen = 0;
+    uint64_t done = 0;  // the last job this helper joined or came too late for
     for (;;) {
-      for (int spin = 0; spin < kSpins && generation.load(std::memory_order_acquire) == seen; ++spin) {
+      uint64_t now = state.load(std::memory_order_acquire);
+      for (int spin = 0; spin < kSpins && now / kJob == done; ++spin) {
         __builtin_ia32_pause();
+        now = state.load(std::memory_order_acquire);
       }
-      generation.wait(seen, std::memory_order_acquire);
-      seen = generation.load(std::memory_order_acquire);
       if (stopping.load(std::memory_order_acquire)) return;
+      if (now / kJob == done) {
+        state.wait(now, std::memory_order_acquire);
+        continue;
+      }
+      if ((now & kOpen) == 0) {
+        done = now / kJob;
+        continue;
+      }
+      if (!state.compare_exchange_weak(now, now + kHelper, std::memory_order_acq_rel)) continue;
+      done = now / kJob;
       work(worker);
-      if (running.fetch_sub(1, std::memory_order_acq_rel) == 1) running.notify_one();
+      state.fetch_sub(kHelper, std::memory_order_acq_rel);
+      state.notify_all();
+    }
+  }
+
+  void run(int64_t count, int64_t length, const Task& job) {
+    n = count;
+    grain = length;
+    task = &job;
+    next.store(0, std::memory_order_relaxed);
+    const uint64_t number = state.load(std::memory_order_relaxed) / kJob + 1;
+    state.store(number * kJob + kOpen, std::memory_order_release);
+    state.notify_all();
+    work(*workers[0]);
+    uint64_t now = state.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    for (int spin = 0; busy(now); ++spin) {
+      if (spin < kSpins) {
+        __builtin_ia32_pause();
+      } else {
+        state.wait(now, std::memory_order_acquire);
+      }
+      now = state.load(std::memory_order_acquire);
     }
   }
 };
@@ -88,8 +124,8 @@ Stream::Stream(std::unique_ptr<Team> team) : team_(std::move(team)) {}
 
 Stream::~Stream() {
   team_->stopping.store(true, std::memory_order_release);
-  team_->generation.fetch_add(1, std::memory_order_acq_rel);
-  team_->generation.notify_all();
+  team_->state.fetch_add(Team::kJob, std::memory_order_acq_rel);
+  team_->state.notify_all();
   team_->helpers.clear();  // joins
 }
 
@@ -106,21 +142,7 @@ void Stream::parallel_for(int64_t n, int64_t grain, Task task) {
     }
     return;
   }
-  team_->n = n;
-  team_->grain = grain;
-  team_->task = &task;
-  team_->next.store(0, std::memory_order_relaxed);
-  team_->running.store(static_cast<int>(team_->helpers.size()), std::memory_order_relaxed);
-  team_->generation.fetch_add(1, std::memory_order_release);
-  team_->generation.notify_all();
-  team_->work(self);
-  for (int spin = 0; spin < kSpins && team_->running.load(std::memory_order_acquire) != 0; ++spin) {
-    __builtin_ia32_pause();
-  }
-  for (int left = team_->running.load(std::memory_order_acquire); left != 0;
-       left = team_->running.load(std::memory_order_acquire)) {
-    team_->running.wait(left, std::memory_order_acquire);
-  }
+  team_->run(n, grain, task);
 }
 
 }  // namespace slipstream::kernels
