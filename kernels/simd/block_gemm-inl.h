@@ -34,9 +34,14 @@ struct LeftFactor {
 // Tile sizes by register file: 32 AVX-512 registers hold 12 x 2 accumulators, two vectors of b and a
 // broadcast; 16 AVX2 ones hold 6 x 1 pairs. A product of few rows takes a wide tile instead: chains to hide
 // latency.
+// Under AddressSanitizer a tall tile takes the compiler minutes.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kTileRows = 3;
+#else
 constexpr int kTileRows = kLanesParts == 1 ? 12 : 6;
+#endif
 constexpr int kTileVectors = kLanesParts == 1 ? 2 : 1;
-constexpr int kWideRows = kTileRows / 2;
+constexpr int kWideRows = (kTileRows + 1) / 2;
 constexpr int kWideVectors = kTileVectors * 2;
 constexpr int64_t kTileColumns = kTileVectors * kLanes;
 constexpr int64_t kWideColumns = kWideVectors * kLanes;
