@@ -11,7 +11,8 @@ absl::StatusOr<std::vector<int32_t>> parse_ids(const std::string& flag, const st
   for (const absl::string_view item : absl::StrSplit(text, ',')) {
     int32_t id = 0;
     if (!absl::SimpleAtoi(item, &id)) {
-      return absl::InvalidArgumentError(absl::StrCat(flag, ": \"", text, "\", expected token ids such as 5,9,17"));
+      const std::string shown = text.size() > 60 ? text.substr(0, 57) + "..." : text;
+      return absl::InvalidArgumentError(absl::StrCat(flag, ": \"", shown, "\", expected token ids such as 5,9,17"));
     }
     ids.push_back(id);
   }

@@ -37,7 +37,10 @@ absl::Status check_flags(const Flags& flags) {
     return absl::InvalidArgumentError(absl::StrCat(flag, ": expected ", expected));
   };
   if (flags.max_tokens < 1) return refuse("--max-tokens", ">= 1");
-  if (!(flags.temperature >= 0.0f) || flags.temperature > 100.0f) return refuse("--temperature", "0..100");
+  const bool greedy = flags.temperature == 0.0f;
+  if (!greedy && !(flags.temperature >= 1e-3f && flags.temperature <= 100.0f)) {
+    return refuse("--temperature", "0 or 0.001..100");
+  }
   if (flags.top_k < 0) return refuse("--top-k", ">= 0");
   if (!(flags.top_p > 0.0f) || flags.top_p > 1.0f) return refuse("--top-p", "more than 0, at most 1");
   if (!(flags.min_p >= 0.0f) || flags.min_p >= 1.0f) return refuse("--min-p", "at least 0, less than 1");
@@ -48,13 +51,20 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
   const model::ModelConfig& config = session.model->config();
   const model::ModelWeights& weights = session.loaded.store.tensors();
   const int64_t prompt_tokens = static_cast<int64_t>(prompt.size());
+  // The last token sampled is never stored, so one more than the positions left can be.
+  const int64_t left = config.max_positions - prompt_tokens + 1;
+  if (left < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("--ids: ", prompt_tokens, " tokens, expected at most ",
+                                                   "max_position_embeddings ", config.max_positions));
+  }
+  const int64_t max_tokens = std::min(flags.max_tokens, left);
   ASSIGN_OR_RETURN(const std::unique_ptr<model::Cache> cache,
-                   model::Cache::create(config, {.tokens = prompt_tokens + flags.max_tokens, .sequences = 1,
+                   model::Cache::create(config, {.tokens = prompt_tokens + max_tokens, .sequences = 1,
                                                  .dtype = session.loaded.store.dtype()}));
   ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
   Generation out;
   std::vector<int32_t> pending = prompt;  // not yet in the cache
-  while (static_cast<int64_t>(out.ids.size()) < flags.max_tokens) {
+  while (static_cast<int64_t>(out.ids.size()) < max_tokens) {
     const kernels::ArenaScope scope(session.arena);
     const int64_t count = std::min<int64_t>(static_cast<int64_t>(pending.size()), kPrefillTokens);
     const model::Batch batch{.tokens = {pending.begin(), pending.begin() + count}, .lengths = {count},

@@ -1,4 +1,5 @@
 // slipstream logprobs --model DIR --ids 5,9,17: log p(ids[i] | ids[<i]).
+#include <cmath>
 #include <cstdio>
 #include <memory>
 
@@ -29,6 +30,11 @@ absl::Status logprobs(const Flags& flags) {
   const kernels::Tensor values =
       session.model->log_probs(weights, hidden, targets, /*temperature=*/1.0f, /*entropy=*/false, step).logprob;
 
+  for (size_t i = 0; i + 1 < ids.size(); ++i) {
+    if (std::isfinite(values.f32()[i])) continue;
+    return absl::DataLossError(absl::StrCat(flags.session.model, ": the log-prob of token ", i + 1,
+                                            " is not a finite number"));
+  }
   nlohmann::ordered_json out;
   out["ids"] = ids;
   out["logprobs"] = nlohmann::ordered_json::array({nullptr});

@@ -82,7 +82,7 @@ LayerCache allocate_layer_cache(const ModelConfig& config, const LayerConfig& la
   if (layer.attention == AttentionKind::kKda) {
     const KdaConfig& kda = *config.kda;
     const int64_t h = kda.heads, d = kda.head_dim;
-    if (kda.conv_width > 1) cache.conv_tail = arena.alloc(DType::kF32, {slots, kda.conv_width - 1, 3 * h * d});
+    cache.conv_tail = arena.alloc(DType::kF32, {slots, kda.conv_width - 1, 3 * h * d});
     cache.kda.state = arena.alloc(DType::kF32, {slots, h, d, d});
     cache.kda.chunk_k = arena.alloc(DType::kF32, {slots, kernels::kKdaChunk, h, d});
     cache.kda.chunk_g = arena.alloc(DType::kF32, {slots, kernels::kKdaChunk, h, d});

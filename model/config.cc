@@ -1,5 +1,6 @@
 #include "model/config.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -11,6 +12,7 @@ namespace slipstream::model {
 namespace {
 
 constexpr int64_t kConfigBytesMax = 16 << 20;
+constexpr int kNestingMax = 64;
 
 void read_dtype(JsonReader& reader, ModelConfig& config) {
   const std::string name = reader.has("dtype") ? reader.require_string("dtype")
@@ -57,6 +59,27 @@ void read_fp8(JsonReader& reader, ModelConfig& config) {
   reader.adopt(quantization.status());
 }
 
+// How deep brackets nest outside strings. JSON libraries copy and destroy nested values recursively: depth must be bounded
+// before one is built.
+int nesting(const std::string& text) {
+  int depth = 0, deepest = 0;
+  bool quoted = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (quoted) {
+      if (c == '\\') ++i;
+      if (c == '"') quoted = false;
+    } else if (c == '"') {
+      quoted = true;
+    } else if (c == '[' || c == '{') {
+      deepest = std::max(deepest, ++depth);
+    } else if (c == ']' || c == '}') {
+      --depth;
+    }
+  }
+  return deepest;
+}
+
 }  // namespace
 
 absl::StatusOr<ModelConfig> parse_model_config(const nlohmann::ordered_json& json, const std::string& label) {
@@ -87,6 +110,10 @@ absl::StatusOr<ModelConfig> parse_model_config(const nlohmann::ordered_json& jso
 absl::StatusOr<ModelConfig> read_model_config(const std::string& path) {
   std::error_code error;
   const std::string file = std::filesystem::is_directory(path, error) ? path + "/config.json" : path;
+  // A pipe in its place would be waited for forever.
+  if (std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error)) {
+    return absl::InvalidArgumentError(absl::StrCat(file, ": expected a regular file"));
+  }
   std::ifstream stream(file, std::ios::binary);
   if (!stream) return absl::NotFoundError(absl::StrCat(file, ": cannot be opened"));
   const uintmax_t size = std::filesystem::file_size(file, error);
@@ -95,6 +122,9 @@ absl::StatusOr<ModelConfig> read_model_config(const std::string& path) {
   }
   std::stringstream text;
   text << stream.rdbuf();
+  if (nesting(text.str()) > kNestingMax) {
+    return absl::InvalidArgumentError(absl::StrCat(file, ": expected at most ", kNestingMax, " levels of nesting"));
+  }
   const nlohmann::ordered_json json = nlohmann::ordered_json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(file, ": is not valid JSON"));
   return parse_model_config(json, file);

@@ -106,7 +106,7 @@ TEST(ConfigTest, RefusesByFileAndKey) {
                             "glm_moe_dsa");
   json = dsa_json();
   json.erase("kv_lora_rank");
-  EXPECT_EQ(error_of(json), "DIR/config.json: kv_lora_rank: missing, expected an integer in [1, 1048576]");
+  EXPECT_EQ(error_of(json), "DIR/config.json: kv_lora_rank: missing, expected an integer in [1, 65536]");
   json = dsa_json();
   json["hidden_size"] = "big";
   EXPECT_NE(error_of(json).find("hidden_size: \"big\", expected an integer"), std::string::npos);
@@ -132,6 +132,27 @@ TEST(ConfigTest, RefusesByFileAndKey) {
   json["eos_token_id"] = 1000;
   EXPECT_NE(error_of(json).find("eos_token_id"), std::string::npos);
   EXPECT_NE(error_of(ordered_json::array()).find("expected a JSON object"), std::string::npos);
+}
+
+TEST(ConfigTest, RefusesWhatOperatorsCannotRun) {
+  ordered_json json = flash_json();
+  json["text_config"]["hc_eps"] = 0.0;
+  EXPECT_NE(error_of(json).find("hc_eps: 0.0"), std::string::npos);
+  json = dsa_json();
+  json["model_type"] = "glm4_moe";
+  json["num_attention_heads"] = 64;
+  json["num_key_value_heads"] = 64;
+  EXPECT_NE(error_of(json).find("head_dim: missing"), std::string::npos);
+  json = dsa_json();
+  json["num_hidden_layers"] = 1000;
+  json["n_routed_experts"] = 65536;
+  EXPECT_NE(error_of(json).find("experts over all layers"), std::string::npos);
+}
+
+TEST(ConfigTest, RefusesDeepNesting) {
+  const std::string path = ::testing::TempDir() + "/deep_config.json";
+  std::ofstream(path) << "{\"model_type\": \"glm4_moe\", \"x\": " << std::string(100000, '[') << std::string(100000, ']') << "}";
+  EXPECT_NE(read_model_config(path).status().message().find("levels of nesting"), absl::string_view::npos);
 }
 
 TEST(ConfigTest, FilesThatAreNoConfig) {

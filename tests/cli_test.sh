@@ -49,6 +49,12 @@ done
 expect_output 'written' "$slipstream" convert "$work/flash-tiny" "$work/converted" --dtype bf16
 expect_output '^\{"ids"' "$slipstream" logprobs --model "$work/converted" --ids 5,9,17 --dtype bf16 --json
 
+# At the end of the positions generation stops, and says so.
+long=$(seq -s, 3 1 258); long="$long,$long,$long,$long"   # 1,024 tokens
+expect_output '^\{"ids":\[[0-9]+\],.*"finish_reason":"length"\}$' "$slipstream" generate --model "$fixtures/glm47" --ids "$long" --max-tokens 9223372036854775800 --ignore-eos --json
+
+expect_error 1 'temperature: expected 0 or' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --temperature 1e-45
+expect_error 1 'max_position_embeddings 1024' "$slipstream" generate --model "$fixtures/glm47" --ids "$long,5"
 expect_error 2 'required' "$slipstream" logprobs --ids 5
 expect_error 2 'not expected' "$slipstream" inspect glm5 --surprise
 expect_error 1 'nope: no such file, nor one of the presets' "$slipstream" inspect nope

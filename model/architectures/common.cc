@@ -6,7 +6,14 @@
 namespace slipstream::model {
 namespace {
 
-constexpr int64_t kLayersMax = 4096;
+// Far beyond any published shape, and small enough that no count of parameters or bytes overflows an int64.
+constexpr int64_t kLayersMax = 1024;
+constexpr int64_t kHiddenMax = 1 << 17;
+constexpr int64_t kWidthMax = 1 << 20;     // of an MLP
+constexpr int64_t kRankMax = 1 << 16;
+constexpr int64_t kHeadsMax = 1 << 12;
+constexpr int64_t kHeadDimMax = 1 << 12;
+constexpr int64_t kExpertsMax = 1 << 18;   // over all layers
 
 // A per-layer list of words must name every layer; entries are matched by `accept`.
 template <class Accept>
@@ -21,8 +28,8 @@ void read_layer_words(JsonReader& reader, const char* key, ModelConfig& config, 
 
 void read_backbone(JsonReader& reader, ModelConfig& config) {
   config.vocab = reader.require_int("vocab_size", 1, int64_t{1} << 24);
-  config.hidden = reader.require_int("hidden_size", 1, 1 << 20);
-  config.intermediate = reader.require_int("intermediate_size", 1, 1 << 22);
+  config.hidden = reader.require_int("hidden_size", 1, kHiddenMax);
+  config.intermediate = reader.require_int("intermediate_size", 1, kWidthMax);
   config.layers.resize(static_cast<size_t>(reader.require_int("num_hidden_layers", 1, kLayersMax)));
   config.max_positions = reader.get_int("max_position_embeddings", int64_t{1} << 30, 1);
   config.norm_eps = static_cast<float>(reader.get_number("rms_norm_eps", 1e-5, 1e-30, 1.0));
@@ -48,14 +55,17 @@ void read_moe(JsonReader& reader, ModelConfig& config) {
   const char* experts_key = reader.has("n_routed_experts") ? "n_routed_experts" : "num_local_experts";
   moe.experts = reader.require_int(experts_key, 1, 1 << 16);
   moe.per_token = reader.require_int("num_experts_per_tok", 1, 64);
-  moe.intermediate = reader.require_int("moe_intermediate_size", 1, 1 << 22);
+  moe.intermediate = reader.require_int("moe_intermediate_size", 1, kWidthMax);
   moe.shared = reader.get_int("n_shared_experts", 0, 0, 64);
   moe.groups = reader.get_int("n_group", 1, 1, 1 << 10);
   moe.groups_kept = reader.get_int("topk_group", 1, 1, 1 << 10);
   moe.normalize = reader.get_bool("norm_topk_prob", true);
-  moe.scale = static_cast<float>(reader.get_number("routed_scaling_factor", 1.0, 0.0));
+  moe.scale = static_cast<float>(reader.get_number("routed_scaling_factor", 1.0, 0.0, 1e6));
   if (reader.get_string("scoring_func", "sigmoid") != "sigmoid") reader.fail("scoring_func", "\"sigmoid\"");
   if (reader.get_string("topk_method", "noaux_tc") != "noaux_tc") reader.fail("topk_method", "\"noaux_tc\"");
+  if (moe.experts * static_cast<int64_t>(config.layers.size()) > kExpertsMax) {
+    reader.fail(experts_key, absl::StrCat("at most ", kExpertsMax, " experts over all layers"));
+  }
   if (moe.experts % moe.groups != 0) reader.fail("n_group", absl::StrCat("a divisor of ", moe.experts, " experts"));
   if (moe.groups_kept > moe.groups) reader.fail("topk_group", absl::StrCat("at most n_group ", moe.groups));
   if (moe.groups > 1 && moe.experts / moe.groups < 2) reader.fail("n_group", "groups of two experts or more");
@@ -80,12 +90,12 @@ void read_mlp_types(JsonReader& reader, ModelConfig& config, int64_t dense) {
 
 MlaConfig read_mla(JsonReader& reader) {
   MlaConfig mla;
-  mla.heads = reader.require_int("num_attention_heads", 1, 1 << 14);
-  mla.q_lora_rank = reader.get_int("q_lora_rank", 0, 1, 1 << 20);
-  mla.kv_lora_rank = reader.require_int("kv_lora_rank", 1, 1 << 20);
-  mla.nope = reader.require_int("qk_nope_head_dim", 1, 1 << 16);
-  mla.rope = reader.get_int("qk_rope_head_dim", 0, 0, 1 << 16);
-  mla.v = reader.require_int("v_head_dim", 1, 1 << 16);
+  mla.heads = reader.require_int("num_attention_heads", 1, kHeadsMax);
+  mla.q_lora_rank = reader.get_int("q_lora_rank", 0, 1, kRankMax);
+  mla.kv_lora_rank = reader.require_int("kv_lora_rank", 1, kRankMax);
+  mla.nope = reader.require_int("qk_nope_head_dim", 1, kHeadDimMax);
+  mla.rope = reader.get_int("qk_rope_head_dim", 0, 0, kHeadDimMax);
+  mla.v = reader.require_int("v_head_dim", 1, kHeadDimMax);
   mla.bias = reader.get_bool("attention_bias", false);
   if (mla.rope % 2 != 0) reader.fail("qk_rope_head_dim", "an even number");
   if (reader.get_int("num_key_value_heads", mla.heads, 1) != mla.heads) {

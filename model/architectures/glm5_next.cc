@@ -32,7 +32,7 @@ KdaConfig read_kda(JsonReader& text) {
     return nested.has(nested_key) ? nested.require_int(nested_key, 1, high) : text.get_int(flat_key, fallback, 1, high);
   };
   KdaConfig kda;
-  kda.heads = get("num_heads", "linear_num_heads", 64, 1 << 14);
+  kda.heads = get("num_heads", "linear_num_heads", 64, 1 << 12);
   kda.head_dim = get("head_dim", "linear_head_dim", 128, 1 << 12);
   kda.conv_width = get("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64);
   // An explicit null means no bound, unless the nested form asks for the safe gate (its default).
@@ -75,7 +75,7 @@ void read_glm5_next(JsonReader& reader, ModelConfig& config) {
   config.mla = mla;
   HyperConfig hyper;
   hyper.streams = text.get_int("hc_mult", 4, 1, 8);
-  hyper.eps = static_cast<float>(text.get_number("hc_eps", 1e-6, 0.0, 1.0));
+  hyper.eps = static_cast<float>(text.get_number("hc_eps", 1e-6, 1e-30, 1.0));
   hyper.iterations = text.get_int("hc_sinkhorn_iters", 20, 1, 1000);
   config.hyper = hyper;
   config.prefix = "model.language_model.";
