@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/session.h"
+#include "cli/runtime.h"
 #include "kernels/sampling/sampling.h"
 #include "nlohmann/json.hpp"
 
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kPrefillTokens = 512;  // of one forward pass; bounds its memory, not its result
 
 struct Flags {
-  SessionFlags session;
+  RuntimeFlags runtime;
   std::string ids;
   int64_t max_tokens = 32;
   float temperature = 1.0f;
@@ -47,9 +47,9 @@ absl::Status check_flags(const Flags& flags) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector<int32_t>& prompt, Session& session) {
-  const model::ModelConfig& config = session.model->config();
-  const model::ModelWeights& weights = session.loaded.store.tensors();
+absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector<int32_t>& prompt, Runtime& runtime) {
+  const model::ModelConfig& config = runtime.model->config();
+  const model::ModelWeights& weights = runtime.loaded.store.tensors();
   const int64_t prompt_tokens = static_cast<int64_t>(prompt.size());
   // The last token sampled is never stored, so one more than the positions left can be.
   const int64_t left = config.max_positions - prompt_tokens + 1;
@@ -60,32 +60,32 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
   const int64_t max_tokens = std::min(flags.max_tokens, left);
   ASSIGN_OR_RETURN(const std::unique_ptr<model::Cache> cache,
                    model::Cache::create(config, {.tokens = prompt_tokens + max_tokens, .sequences = 1,
-                                                 .dtype = session.loaded.store.dtype()}));
+                                                 .dtype = runtime.loaded.store.dtype()}));
   ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
   Generation out;
   std::vector<int32_t> pending = prompt;  // not yet in the cache
   while (static_cast<int64_t>(out.ids.size()) < max_tokens) {
-    const kernels::ArenaScope scope(session.arena);
+    const kernels::ArenaScope scope(runtime.arena);
     const int64_t count = std::min<int64_t>(static_cast<int64_t>(pending.size()), kPrefillTokens);
     const model::Batch batch{.tokens = {pending.begin(), pending.begin() + count}, .lengths = {count},
                              .cached = {sequence}};
     ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
-                     model::prepare_batch(config, batch, cache.get(), session.arena, *session.stream));
-    model::Step step{*session.stream, session.arena, prepared};
-    const kernels::Tensor hidden = session.model->forward(weights, step, nullptr);
+                     model::prepare_batch(config, batch, cache.get(), runtime.arena, *runtime.stream));
+    model::Step step{*runtime.stream, runtime.arena, prepared};
+    const kernels::Tensor hidden = runtime.model->forward(weights, step, nullptr);
     pending.erase(pending.begin(), pending.begin() + count);
     if (!pending.empty()) continue;
-    const kernels::Tensor logits = session.model->logits(weights, hidden.slice(0, count - 1, count), step);
+    const kernels::Tensor logits = runtime.model->logits(weights, hidden.slice(0, count - 1, count), step);
     const kernels::SamplingRow row{.temperature = flags.temperature, .top_k = flags.top_k, .top_p = flags.top_p,
                                    .min_p = flags.min_p, .seed = flags.seed,
                                    .counter = static_cast<uint64_t>(prompt_tokens) + out.ids.size()};
     const kernels::Tensor token = step.ints({1}), logprob = step.alloc({1}), truncated = step.ints({1});
     kernels::launch(kernels::Sampling{.logits = logits, .rows = &row, .tokens = token, .logprob = logprob,
                                       .truncated = truncated},
-                    *session.stream);
+                    *runtime.stream);
     const int32_t id = token.i32()[0];
     if (id < 0) {
-      return absl::DataLossError(absl::StrCat(flags.session.model, ": the logits of token ", out.ids.size(),
+      return absl::DataLossError(absl::StrCat(flags.runtime.model, ": the logits of token ", out.ids.size(),
                                               " are not finite numbers"));
     }
     out.ids.push_back(id);
@@ -102,8 +102,8 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
 absl::Status generate(const Flags& flags) {
   RETURN_IF_ERROR(check_flags(flags));
   ASSIGN_OR_RETURN(const std::vector<int32_t> prompt, parse_ids("--ids", flags.ids));
-  ASSIGN_OR_RETURN(Session session, Session::open(flags.session));
-  ASSIGN_OR_RETURN(const Generation generation, generate_tokens(flags, prompt, session));
+  ASSIGN_OR_RETURN(Runtime runtime, Runtime::open(flags.runtime));
+  ASSIGN_OR_RETURN(const Generation generation, generate_tokens(flags, prompt, runtime));
   if (flags.json) {
     const nlohmann::ordered_json out = {{"ids", generation.ids},
                                         {"logprobs", generation.logprobs},
@@ -120,7 +120,7 @@ absl::Status generate(const Flags& flags) {
 
 Run add_generate(CLI::App& app) {
   auto flags = std::make_shared<Flags>();
-  app.add_option("--model", flags->session.model, "Model directory")->required();
+  app.add_option("--model", flags->runtime.model, "Model directory")->required();
   app.add_option("--ids", flags->ids, "Prompt token ids, such as 5,9,17")->required();
   app.add_option("--max-tokens", flags->max_tokens, "Most tokens to sample");
   app.add_option("--temperature", flags->temperature, "0: always the most probable token");
@@ -129,8 +129,8 @@ Run add_generate(CLI::App& app) {
   app.add_option("--min-p", flags->min_p, "Sample among tokens at least this fraction as probable as the first");
   app.add_option("--seed", flags->seed, "Of the random draws");
   app.add_flag("--ignore-eos", flags->ignore_eos, "Go on after an end-of-sequence token");
-  app.add_option("--dtype", flags->session.dtype, "fp32 or bf16");
-  app.add_option("--threads", flags->session.threads, "CPU threads");
+  app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
+  app.add_option("--threads", flags->runtime.threads, "CPU threads");
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [...]}");
   return [flags] { return generate(*flags); };
 }

@@ -4,35 +4,35 @@
 #include <memory>
 
 #include "cli/commands.h"
-#include "cli/session.h"
+#include "cli/runtime.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::cli {
 namespace {
 
 struct Flags {
-  SessionFlags session;
+  RuntimeFlags runtime;
   std::string ids;
   bool json = false;
 };
 
 absl::Status logprobs(const Flags& flags) {
   ASSIGN_OR_RETURN(const std::vector<int32_t> ids, parse_ids("--ids", flags.ids));
-  ASSIGN_OR_RETURN(Session session, Session::open(flags.session));
+  ASSIGN_OR_RETURN(Runtime runtime, Runtime::open(flags.runtime));
   const model::Batch batch{.tokens = ids, .lengths = {static_cast<int64_t>(ids.size())}, .cached = {}};
   ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
-                   model::prepare_batch(session.model->config(), batch, nullptr, session.arena, *session.stream));
-  model::Step step{*session.stream, session.arena, prepared};
-  const model::ModelWeights& weights = session.loaded.store.tensors();
-  const kernels::Tensor hidden = session.model->forward(weights, step, nullptr);
+                   model::prepare_batch(runtime.model->config(), batch, nullptr, runtime.arena, *runtime.stream));
+  model::Step step{*runtime.stream, runtime.arena, prepared};
+  const model::ModelWeights& weights = runtime.loaded.store.tensors();
+  const kernels::Tensor hidden = runtime.model->forward(weights, step, nullptr);
   const kernels::Tensor targets = step.ints({prepared.rows()});
   for (size_t i = 0; i < ids.size(); ++i) targets.i32()[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
   const kernels::Tensor values =
-      session.model->log_probs(weights, hidden, targets, /*temperature=*/1.0f, /*entropy=*/false, step).logprob;
+      runtime.model->log_probs(weights, hidden, targets, /*temperature=*/1.0f, /*entropy=*/false, step).logprob;
 
   for (size_t i = 0; i + 1 < ids.size(); ++i) {
     if (std::isfinite(values.f32()[i])) continue;
-    return absl::DataLossError(absl::StrCat(flags.session.model, ": the log-prob of token ", i + 1,
+    return absl::DataLossError(absl::StrCat(flags.runtime.model, ": the log-prob of token ", i + 1,
                                             " is not a finite number"));
   }
   nlohmann::ordered_json out;
@@ -57,10 +57,10 @@ absl::Status logprobs(const Flags& flags) {
 
 Run add_logprobs(CLI::App& app) {
   auto flags = std::make_shared<Flags>();
-  app.add_option("--model", flags->session.model, "Model directory")->required();
+  app.add_option("--model", flags->runtime.model, "Model directory")->required();
   app.add_option("--ids", flags->ids, "Token ids, such as 5,9,17")->required();
-  app.add_option("--dtype", flags->session.dtype, "fp32 or bf16");
-  app.add_option("--threads", flags->session.threads, "CPU threads");
+  app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
+  app.add_option("--threads", flags->runtime.threads, "CPU threads");
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [null, ...]}");
   return [flags] { return logprobs(*flags); };
 }

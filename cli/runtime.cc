@@ -1,4 +1,4 @@
-#include "cli/session.h"
+#include "cli/runtime.h"
 
 #include "cli/commands.h"
 
@@ -7,13 +7,13 @@ namespace {
 constexpr int64_t kArenaBytes = int64_t{1} << 40;  // address space; touched as needed
 }
 
-absl::StatusOr<Session> Session::open(const SessionFlags& flags) {
+absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
   ASSIGN_OR_RETURN(const kernels::DType dtype, parse_dtype(flags.dtype));
   ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(flags.threads));
   ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *stream));
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(kArenaBytes));
-  return Session{std::move(stream), std::move(loaded), std::move(model), std::move(arena)};
+  return Runtime{std::move(stream), std::move(loaded), std::move(model), std::move(arena)};
 }
 
 }  // namespace slipstream::cli

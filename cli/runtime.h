@@ -12,19 +12,19 @@
 
 namespace slipstream::cli {
 
-struct SessionFlags {
+struct RuntimeFlags {
   std::string model;
   std::string dtype = "fp32";
   int threads = 2;
 };
 
-struct Session {
+struct Runtime {
   std::unique_ptr<kernels::Stream> stream;
   model::LoadedWeights loaded;
   std::unique_ptr<model::Model> model;
   kernels::Arena arena;
 
-  static absl::StatusOr<Session> open(const SessionFlags& flags);
+  static absl::StatusOr<Runtime> open(const RuntimeFlags& flags);
 };
 
 }  // namespace slipstream::cli
