@@ -4,7 +4,7 @@
 set -euo pipefail
 
 packages=(g++ cmake ninja-build ccache libabsl-dev libhwy-dev nlohmann-json3-dev libcli11-dev libgtest-dev libbenchmark-dev
-  libopenblas-pthread-dev pkg-config)
+  libopenblas-pthread-dev)
 
 missing=()
 for package in "${packages[@]}"; do

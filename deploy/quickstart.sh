@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 deploy/debian_setup.sh
-cmake --preset release -DSLIPSTREAM_BENCH=OFF
+cmake --preset release
 cmake --build --preset release --target slipstream toy_training
 
 bin=build/release
