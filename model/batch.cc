@@ -9,9 +9,6 @@ namespace slipstream::model {
 namespace {
 
 using kernels::DType;
-using kernels::kPageRows;
-
-int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 absl::Status check_batch(const ModelConfig& config, const Batch& batch, Cache* cache) {
   int64_t total = 0;
@@ -74,7 +71,7 @@ absl::StatusOr<PreparedBatch> prepare_batch(const ModelConfig& config, const Bat
   out.sequences.cached = arena.alloc(DType::kI32, {count});
   out.slots = arena.alloc(DType::kI32, {count});
   const kernels::Tensor positions = arena.alloc(DType::kI32, {rows});
-  const int64_t pool = config.mla && config.mla->indexer ? config.mla->indexer->pool : 1;
+  const int64_t pool = config.index_pool();
   std::vector<std::vector<int32_t>> token_pages(batch.lengths.size()), pool_pages(batch.lengths.size());
   int32_t row = 0;
   for (size_t b = 0; b < batch.lengths.size(); ++b) {
@@ -94,10 +91,10 @@ absl::StatusOr<PreparedBatch> prepare_batch(const ModelConfig& config, const Bat
       pool_pages[b] = sequence.pool_pages;
       out.slots.i32()[b] = sequence.slot;
     } else {
-      for (int64_t i = 0; i < div_up(tokens, kPageRows); ++i) {
+      for (int64_t i = 0; i < pages_for(tokens); ++i) {
         token_pages[b].push_back(static_cast<int32_t>(out.token_page_count++));
       }
-      for (int64_t i = 0; i < div_up(tokens / pool, kPageRows); ++i) {
+      for (int64_t i = 0; i < pages_for(tokens / pool); ++i) {
         pool_pages[b].push_back(static_cast<int32_t>(out.pool_page_count++));
       }
       out.slots.i32()[b] = static_cast<int32_t>(b);

@@ -9,11 +9,11 @@ namespace {
 using kernels::DType;
 using kernels::kPageRows;
 
-int64_t pool_of(const ModelConfig& config) {
-  return config.mla && config.mla->indexer ? config.mla->indexer->pool : 1;
+// Pool pages a cache needs: full ones for all tokens together, and a partial one for each sequence.
+int64_t pool_page_count(const ModelConfig& config, const CacheLimits& limits) {
+  const int64_t pool = config.index_pool();
+  return pages_for((limits.tokens + pool - 1) / pool) + limits.sequences;
 }
-
-int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Bytes of entry 0 of a store's first dimension: one page, or one slot.
 int64_t entry_bytes(const Tensor& store) { return store.empty() ? 0 : store.bytes() / store.size(0); }
@@ -114,19 +114,18 @@ absl::StatusOr<std::unique_ptr<Cache>> Cache::create(const ModelConfig& config, 
   if (limits.dtype != DType::kF32 && limits.dtype != DType::kBf16) {
     return absl::InvalidArgumentError("cache dtype: expected f32 or bf16");
   }
-  const int64_t pages = div_up(limits.tokens, kPageRows);
-  const int64_t pool_pages = div_up(div_up(limits.tokens, pool_of(config)), kPageRows) + limits.sequences;
   ASSIGN_OR_RETURN(kernels::Arena arena,
-                   kernels::Arena::create_cpu(arena_bytes(config, limits, pages, pool_pages)));
+                   kernels::Arena::create_cpu(arena_bytes(config, limits, pages_for(limits.tokens),
+                                                              pool_page_count(config, limits))));
   return std::unique_ptr<Cache>(new Cache(config, limits, std::move(arena)));
 }
 
 Cache::Cache(const ModelConfig& config, const CacheLimits& limits, kernels::Arena arena)
     : limits_(limits),
-      pool_(pool_of(config)),
+      pool_(config.index_pool()),
       arena_(std::move(arena)),
-      pages_(div_up(limits.tokens, kPageRows)),
-      pool_pages_(div_up(div_up(limits.tokens, pool_), kPageRows) + limits.sequences),
+      pages_(pages_for(limits.tokens)),
+      pool_pages_(pool_page_count(config, limits)),
       slots_(limits.sequences) {
   for (const LayerConfig& layer : config.layers) {
     layers_.push_back(allocate_layer_cache(config, layer, limits.dtype, pages_.total(), pool_pages_.total(),
@@ -188,9 +187,9 @@ absl::Status Cache::reserve(int64_t id, int64_t count) {
   CHECK_GE(count, 0);
   Sequence& sequence = it->second;
   const int64_t tokens = sequence.tokens + count;
-  const int64_t need = div_up(tokens, kPageRows) - static_cast<int64_t>(sequence.pages.size());
+  const int64_t need = pages_for(tokens) - static_cast<int64_t>(sequence.pages.size());
   const int64_t need_pools =
-      pool_ > 1 ? div_up(tokens / pool_, kPageRows) - static_cast<int64_t>(sequence.pool_pages.size()) : 0;
+      pool_ > 1 ? pages_for(tokens / pool_) - static_cast<int64_t>(sequence.pool_pages.size()) : 0;
   if (need > pages_.available() || need_pools > pool_pages_.available()) {
     return absl::ResourceExhaustedError(absl::StrCat("cache: ", need, " pages wanted, ", pages_.available(), " of ",
                                                      pages_.total(), " left"));

@@ -30,6 +30,9 @@ struct LayerCache {
 LayerCache allocate_layer_cache(const ModelConfig& config, const LayerConfig& layer, kernels::DType dtype,
                                 int64_t pages, int64_t pool_pages, int64_t slots, kernels::Arena& arena);
 
+// Pages that this many rows fill, the last perhaps in part.
+inline int64_t pages_for(int64_t rows) { return (rows + kernels::kPageRows - 1) / kernels::kPageRows; }
+
 struct CacheLimits {
   int64_t tokens = 0;     // over all sequences; each rounds up to whole pages of 64
   int64_t sequences = 0;  // open at once

@@ -117,6 +117,8 @@ struct ModelConfig {
   std::string vision_prefix;  // tensors under it are carried along unread; empty: none
   nlohmann::ordered_json source;  // config.json as it was read, for saving
 
+  // Tokens that share one indexer key row; 1 without an indexer.
+  int64_t index_pool() const { return mla && mla->indexer ? mla->indexer->pool : 1; }
   int64_t rotary() const { return mla ? mla->rope : gqa ? gqa->rotary : 0; }
 };
 
