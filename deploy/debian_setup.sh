@@ -4,7 +4,8 @@
 set -euo pipefail
 
 packages=(g++ cmake ninja-build ccache libabsl-dev libhwy-dev nlohmann-json3-dev libcli11-dev libgtest-dev libbenchmark-dev
-  libopenblas-pthread-dev)
+  libopenblas-pthread-dev libgrpc++-dev libgrpc-dev protobuf-compiler protobuf-compiler-grpc libprotobuf-dev
+  libopenmpi-dev openmpi-bin libzmq3-dev cppzmq-dev prometheus-cpp-dev libyaml-cpp-dev libspdlog-dev)
 
 missing=()
 for package in "${packages[@]}"; do

@@ -12,6 +12,7 @@ declare -A allowed=(
   [kernels]="common"
   [parallel]="common kernels"
   [model]="common kernels parallel"
+  [proto]="common"
   [rollout]="common kernels parallel model proto"
   [learner]="common kernels parallel model proto"
   [gateway]="common model proto"

@@ -1,0 +1,28 @@
+// What gateway and learner must agree on: the `run` and `rl` sections of the config file.
+#pragma once
+
+#include <string>
+
+#include "common/config.h"
+
+namespace slipstream {
+
+struct JobConfig {
+  // run:
+  std::string run_id = "run";    // letters, digits, '-', '_', '.'
+  std::string run_parent = "runs";
+  uint64_t seed = 1;             // of everything random in the run
+  // rl:
+  int max_staleness = 1;         // versions a trajectory may be behind the learner; 0: fully synchronous
+  int max_version_span = -1;     // newest less oldest version inside one trajectory; -1: no bound
+  int group_size = 8;            // G
+  int groups_per_batch = 16;     // groups a learner step consumes
+  int publish_every = 1;         // steps between policy versions
+
+  std::string run_directory() const { return run_parent + "/" + run_id; }
+  int64_t batch_trajectories() const { return int64_t{group_size} * groups_per_batch; }
+  // Reads both sections; errors are found by root.finish().
+  static JobConfig from(ConfigNode root);
+};
+
+}  // namespace slipstream
