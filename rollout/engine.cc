@@ -157,6 +157,10 @@ void Engine::drain() {
   draining_ = true;
 }
 
+void Engine::cut_off() {
+  send([this] { end_all(absl::UnavailableError(absl::StrCat(config_.worker_id, ": draining took too long"))); });
+}
+
 bool Engine::wait_idle(absl::Time deadline) const {
   const auto idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return live_.empty(); };
   const absl::MutexLock lock(&mutex_);
@@ -216,12 +220,7 @@ void Engine::run() noexcept {
     if (busy) step(pieces);
     publish_status();
   }
-  std::vector<uint64_t> handles;
-  scheduler_->visit([&](const Generation& generation) { handles.push_back(generation.handle); });
-  for (const uint64_t handle : handles) {
-    end(handle, absl::UnavailableError(absl::StrCat(config_.worker_id, ": shutting down")));
-  }
-  publish_status();
+  end_all(absl::UnavailableError(absl::StrCat(config_.worker_id, ": shutting down")));
 }
 
 void Engine::swap_weights(Weights weights, int32_t policy_version, absl::Time since) {
@@ -367,6 +366,12 @@ void Engine::end(uint64_t handle, FinishReason reason) {
     metrics_.add(metric::kReplayRawBytes, static_cast<double>(finished.replay->raw_bytes));
   }
   tell(std::move(g), std::move(finished));
+}
+
+void Engine::end_all(const absl::Status& error) {
+  std::vector<uint64_t> handles;
+  scheduler_->visit([&](const Generation& generation) { handles.push_back(generation.handle); });
+  for (const uint64_t handle : handles) end(handle, error);
 }
 
 void Engine::tell(std::unique_ptr<Generation> generation, absl::StatusOr<Finished> result) {

@@ -71,6 +71,8 @@ class Engine {
 
   // No new requests from now on.
   void drain();
+  // Ends what is live with UNAVAILABLE: its clients go on elsewhere.
+  void cut_off();
   // Waits until nothing is live. False: the deadline came first.
   bool wait_idle(absl::Time deadline) const;
   EngineStatus status() const;
@@ -94,6 +96,7 @@ class Engine {
   // Ends a generation: takes it out of the scheduler, then tells its sink.
   void end(uint64_t handle, const absl::Status& error);
   void end(uint64_t handle, FinishReason reason);
+  void end_all(const absl::Status& error);
   void tell(std::unique_ptr<Generation> generation, absl::StatusOr<Finished> result);
   void publish_status() ABSL_LOCKS_EXCLUDED(mutex_);
 

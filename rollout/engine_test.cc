@@ -323,11 +323,13 @@ TEST(EngineTest, AbortAndCancelGiveMemoryBack) {
     if (n == 5) engine->abort_session("session of aborted");
   });
   uint64_t handle = 0;
+  absl::Notification handle_known;
   const auto cancelled = std::make_shared<RecordingSink>([&](size_t n) {
+    handle_known.WaitForNotification();
     if (n == 3) engine->cancel(handle);
   });
-  // The sink is told nothing before the commands are taken, and those wait for the third token of this one.
   handle = *engine->submit(request_of("cancelled", prompt, 3000), cancelled);
+  handle_known.Notify();
   ASSERT_TRUE(aborted->wait().ok());
   EXPECT_EQ(aborted->result->reason, FinishReason::kAborted);
   EXPECT_EQ(aborted->tokens.size(), 5u);
