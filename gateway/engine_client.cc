@@ -78,22 +78,17 @@ absl::Status named(const Worker& worker, const absl::Status& status) {
 class EngineClient::Connections {
  public:
   // A life of a worker has a channel of its own: a new one does not wait out the reconnect pauses of the old.
-  std::shared_ptr<v1::Rollout::Stub> to(const Worker& worker) {
+  std::shared_ptr<v1::Rollout::Stub> to(const std::shared_ptr<const Worker>& worker) {
     const absl::MutexLock lock(&mutex_);
-    const std::pair<std::string, int64_t> key{worker.id, worker.start_time_us};
-    if (const auto known = stubs_.find(key); known != stubs_.end()) return known->second.stub;
-    std::erase_if(stubs_, [](const auto& item) { return item.second.gone.stop_requested(); });
-    return (stubs_[key] = {worker.gone, v1::Rollout::NewStub(rpc::dial(worker.address))}).stub;
+    if (const auto known = stubs_.find(worker); known != stubs_.end()) return known->second;
+    std::erase_if(stubs_, [](const auto& item) { return item.first->gone.stop_requested(); });
+    return stubs_[worker] = v1::Rollout::NewStub(rpc::dial(worker->address));
   }
   BackgroundCalls aborts;
 
  private:
-  struct Connection {
-    std::stop_token gone;
-    std::shared_ptr<v1::Rollout::Stub> stub;
-  };
   absl::Mutex mutex_;
-  std::map<std::pair<std::string, int64_t>, Connection> stubs_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::shared_ptr<const Worker>, std::shared_ptr<v1::Rollout::Stub>> stubs_ ABSL_GUARDED_BY(mutex_);
 };
 
 EngineClient::EngineClient(WorkerPool& pool, Logger log)
@@ -112,7 +107,7 @@ absl::StatusOr<Generation> EngineClient::generate(const v1::GenerateRequest& req
     ASSIGN_OR_RETURN(const std::shared_ptr<const Worker> worker, pool_.route(request.session_id(), deadline, cancel));
     attempt.set_request_id(absl::StrCat(request.request_id(), "#", out.attempts++));
     const size_t before = reply.ids.size();
-    const absl::Status status = run_once(*worker, attempt, deadline, cancel, on_tokens, out);
+    const absl::Status status = run_once(worker, attempt, deadline, cancel, on_tokens, out);
     const size_t got = reply.ids.size() - before;
     if (got > 0 && !(reply.worker_id == worker->id || reply.worker_id.ends_with("," + worker->id))) {
       absl::StrAppend(&reply.worker_id, reply.worker_id.empty() ? "" : ",", worker->id);
@@ -143,8 +138,9 @@ absl::StatusOr<Generation> EngineClient::generate(const v1::GenerateRequest& req
   }
 }
 
-absl::Status EngineClient::run_once(const Worker& worker, const v1::GenerateRequest& request, absl::Time deadline,
-                                    std::stop_token cancel, const OnTokens& on_tokens, Generation& out) {
+absl::Status EngineClient::run_once(const std::shared_ptr<const Worker>& worker, const v1::GenerateRequest& request,
+                                    absl::Time deadline, std::stop_token cancel, const OnTokens& on_tokens,
+                                    Generation& out) {
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(deadline));
   const std::shared_ptr<v1::Rollout::Stub> stub = connections_->to(worker);
@@ -158,7 +154,7 @@ absl::Status EngineClient::run_once(const Worker& worker, const v1::GenerateRequ
   bool complete = false;
   {
     const std::stop_callback on_cancel(cancel, [&] { context.TryCancel(); });
-    const std::stop_callback on_gone(worker.gone, [&] { context.TryCancel(); });
+    const std::stop_callback on_gone(worker->gone, [&] { context.TryCancel(); });
     v1::GenerateEvent event;
     // After `finished` the stream's end is read too: cancelling it could be taken for an abort.
     while (status.ok() && reader->Read(&event)) {
@@ -187,7 +183,7 @@ void EngineClient::end_session(const std::string& session_id) {
     v1::AbortResponse response;
   };
   auto call = std::make_shared<Call>();
-  call->stub = connections_->to(*worker);
+  call->stub = connections_->to(worker);
   call->request.set_session_id(session_id);
   connections_->aborts.start(kAbortTimeout, [call](grpc::ClientContext* context, std::function<void(grpc::Status)> done) {
     call->stub->async()->Abort(context, &call->request, &call->response,

@@ -43,8 +43,8 @@ class EngineClient {
 
  private:
   class Connections;
-  absl::Status run_once(const Worker& worker, const v1::GenerateRequest& request, absl::Time deadline,
-                        std::stop_token cancel, const OnTokens& on_tokens, Generation& out);
+  absl::Status run_once(const std::shared_ptr<const Worker>& worker, const v1::GenerateRequest& request,
+                        absl::Time deadline, std::stop_token cancel, const OnTokens& on_tokens, Generation& out);
 
   WorkerPool& pool_;
   const Logger log_;

@@ -198,22 +198,14 @@ absl::Status EnvironmentClient::describe(std::stop_token stop) {
   const absl::Time deadline = absl::Now() + absl::Milliseconds(config_.reset_timeout_ms);
   RETURN_IF_ERROR(call_until(deadline, v1::DescribeRequest(), stop, &v1::Environment::Stub::Describe, answer));
   RETURN_IF_ERROR(validate(answer));
-  bool first = false;
-  {
-    const absl::MutexLock lock(&mutex_);
-    first = !description_.has_value();
-    if (!first && description_->SerializeAsString() != answer.SerializeAsString()) {
-      log_->warn("environment {} describes itself otherwise than before; what it said first holds", config_.name);
-    }
-    if (first) description_ = answer;
-  }
-  if (first && on_described_) on_described_(answer);
+  if (on_described_) RETURN_IF_ERROR(on_described_(answer));
   const absl::MutexLock lock(&mutex_);
+  // After a pause it is on trial: the next call decides.
+  failures_ = description_.has_value() ? config_.quarantine_after - 1 : 0;
+  description_ = std::move(answer);
   up_ = true;
-  failures_ = config_.quarantine_after - 1;  // on trial: the next call decides
-  if (first) failures_ = 0;
   metrics_.set(metric::kEnvironmentUp, 1, {config_.name});
-  log_->info("environment {} at {} is up, {} tasks", config_.name, config_.address, answer.tasks_size());
+  log_->info("environment {} at {} is up, {} tasks", config_.name, config_.address, description_->tasks_size());
   changed_.SignalAll();
   return absl::OkStatus();
 }

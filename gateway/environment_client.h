@@ -29,8 +29,9 @@ class EnvironmentClient {
   static constexpr int64_t kAnswerBytesMax = 16 << 20;  // of text in one answer
   static constexpr int kAttempts = 5;                   // of a call that finds no service (Unavailable)
 
-  // Called once, from the client's own thread, with the first valid answer to Describe.
-  using OnDescribed = std::function<void(const v1::DescribeResponse&)>;
+  // Called from the client's own thread with every valid answer to Describe: the first one, and one after each pause. An
+  // error means that the answer will not do: the service stays down and is asked again.
+  using OnDescribed = std::function<absl::Status(const v1::DescribeResponse&)>;
 
   // Returns at once; the service is asked to describe itself until it does.
   EnvironmentClient(EnvironmentConfig config, OnDescribed on_described, Metrics& metrics, Logger log);

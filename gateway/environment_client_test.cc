@@ -41,7 +41,11 @@ class EnvironmentClientTest : public ::testing::Test {
   }
   std::unique_ptr<EnvironmentClient> client(EnvironmentConfig c) {
     return std::make_unique<EnvironmentClient>(
-        std::move(c), [this](const v1::DescribeResponse&) { described_.Notify(); }, metrics_, quiet_logger());
+        std::move(c), [this](const v1::DescribeResponse&) { return on_described(); }, metrics_, quiet_logger());
+  }
+  absl::Status on_described() {
+    if (!described_.HasBeenNotified()) described_.Notify();
+    return absl::OkStatus();
   }
   Metrics metrics_;
   absl::Notification described_;
@@ -77,6 +81,18 @@ TEST_F(EnvironmentClientTest, WaitsForAServiceThatStartsLater) {
   const FakeEnvironment fake({.address = address});
   ASSERT_TRUE(described_.WaitForNotificationWithTimeout(absl::Seconds(20)));
   EXPECT_TRUE(env->reset(reset("e"), stop_.get_token()).ok());
+}
+
+TEST_F(EnvironmentClientTest, ADescriptionThatWillNotDoKeepsItDown) {
+  FakeEnvironment fake({});
+  std::atomic<int> asked = 0;
+  EnvironmentConfig c = config(fake.address());
+  const EnvironmentClient env(
+      c, [&](const auto&) { return ++asked < 3 ? absl::NotFoundError("task \"x\" is missing") : on_described(); }, metrics_,
+      quiet_logger());
+  ASSERT_TRUE(described_.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_EQ(asked, 3);
+  EXPECT_EQ(env.status().last_error(), "task \"x\" is missing");
 }
 
 TEST_F(EnvironmentClientTest, UnavailableIsRetriedWithTheSameKey) {
