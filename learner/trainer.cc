@@ -205,8 +205,12 @@ absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& ba
   }
   const std::vector<double> scales = token_scales(batch);
   const auto plan = pack(items, options_.micro_batch_tokens, group_.size());
+  absl::Status status;
   for (const MicroBatch& micro : plan[static_cast<size_t>(group_.rank())]) {
-    RETURN_IF_ERROR(run_micro_batch(batch, micro, objective, scales, out));
+    if (status.ok()) status = run_micro_batch(batch, micro, objective, scales, out);
+  }
+  if (group_.all_reduce_max(status.ok() ? 0 : 1) != 0) {  // before anybody waits for a sum that will not come
+    return status.ok() ? absl::InternalError("another rank failed in this step; its log says why") : status;
   }
   for (const model::WeightStore::Entry& entry : gradients_.entries()) {
     if (is_trained(entry)) group_.all_reduce_sum(entry.tensor, stream_);
@@ -240,6 +244,7 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
   if (result.skipped || selected == 0) return result;  // nothing to learn from: old momentum alone moves nothing
   optimizer_.update(weights_.master().store, gradients_, check.norm, learning_rate, stream_);
   weights_.round(stream_);
+  result.updated = true;
   return result;
 }
 

@@ -41,7 +41,8 @@ struct StepResult {
   GradientResult gradient;
   double grad_norm = 0.0;
   double learning_rate = 0.0;
-  bool skipped = false;   // the weights are as they were
+  bool updated = false;   // the weights changed
+  bool skipped = false;   // they did not because something was not finite
   std::string offending;  // why: the parameter whose gradient is not finite, or what else is not
 };
 
