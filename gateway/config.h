@@ -48,6 +48,7 @@ struct GatewayConfig {
   int sessions_max = 4096;                      // driving sessions open at once
   bool branching = false;                       // a history that differs opens a branch instead of failing
   Repair repair = Repair::kRepeat;
+  int refills_max = 3;                          // repair: refill: times one episode is run again before repeat takes over
   Overlong overlong = Overlong::kKeep;
   bool drop_zero_variance = true;
   bool capture_replay = false;                  // record routing and indexer replay
