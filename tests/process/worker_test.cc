@@ -12,7 +12,7 @@
 #include "model/load.h"
 #include "model/weight_stream.h"
 #include "proto/rpc.h"
-#include "rollout/testing.h"
+#include "tests/property/recording_sink.h"
 #include "slipstream/v1/rollout.grpc.pb.h"
 #include "slipstream/v1/weights.grpc.pb.h"
 

@@ -10,7 +10,7 @@
 #include <map>
 
 #include "gtest/gtest.h"
-#include "rollout/testing.h"
+#include "tests/property/recording_sink.h"
 
 namespace slipstream::rollout {
 namespace {
