@@ -1,6 +1,6 @@
-// rollout_bench --config configs/models/flash-tiny.json ...: tokens a second of the generation engine with random weights, as one
-// JSON object a line: for each number of concurrent requests, `turns` turns of a session each, `prompt` ids of prompt or
-// observation before `tokens` sampled ones.
+// rollout_bench --config configs/models/flash-tiny.json ...: tokens a second of the generation engine with
+// random weights, as one JSON object a line: for each number of concurrent requests, `turns` turns of a
+// session each, `prompt` ids of prompt or observation before `tokens` sampled ones.
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -41,7 +41,8 @@ class Load {
   Load(Engine& engine, const Flags& flags, int64_t vocab) : engine_(engine), flags_(flags), vocab_(vocab) {}
 
   void run(int sessions) {
-    for (int s = 0; s < sessions; ++s) submit(s, 0, random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(s)));
+    for (int s = 0; s < sessions; ++s)
+      submit(s, 0, random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(s)));
     const auto done = [this, sessions]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return finished_ == sessions; };
     const absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&done));
@@ -66,8 +67,12 @@ class Load {
     sink->session = session;
     sink->turn = turn;
     sink->ids = ids;
-    Request request{.request_id = absl::StrCat(session, "/", turn), .session_id = absl::StrCat(session),
-                    .prompt_ids = std::move(ids), .sampling = {}, .stop_ids = {}, .min_policy_version = 0,
+    Request request{.request_id = absl::StrCat(session, "/", turn),
+                    .session_id = absl::StrCat(session),
+                    .prompt_ids = std::move(ids),
+                    .sampling = {},
+                    .stop_ids = {},
+                    .min_policy_version = 0,
                     .capture = {flags_.capture, flags_.capture}};
     request.sampling.seed = static_cast<uint64_t>(session);
     request.sampling.max_tokens = flags_.tokens;
@@ -75,7 +80,8 @@ class Load {
   }
   void next(int session, int64_t turn, std::vector<int32_t> ids) {
     if (turn + 1 < flags_.turns) {
-      const std::vector<int32_t> more = random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(session) + 1000);
+      const std::vector<int32_t> more =
+          random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(session) + 1000);
       ids.insert(ids.end(), more.begin(), more.end());
       return submit(session, turn + 1, std::move(ids));
     }
@@ -98,24 +104,26 @@ absl::Status run(const Flags& flags) {
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   for (const int concurrent : flags.concurrent) {
     Metrics metrics;
-    const EngineConfig engine_config{.threads = flags.threads,
-                                     .max_running = concurrent,
-                                     .cache_tokens = concurrent * (flags.turns * (flags.prompt + flags.tokens) + 64),
-                                     .prefix_sessions_max = concurrent};
+    const EngineConfig engine_config{
+        .threads = flags.threads,
+        .max_running = concurrent,
+        .cache_tokens = concurrent * (flags.turns * (flags.prompt + flags.tokens) + 64),
+        .prefix_sessions_max = concurrent};
     ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                      Engine::create(engine_config, config, weights, 0, metrics, quiet_logger()));
     const auto start = std::chrono::steady_clock::now();
     Load(*engine, flags, config.vocab).run(concurrent);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     const EngineStatus status = engine->status();
-    std::printf("{\"concurrent\": %d, \"tokens_per_second\": %.0f, \"seconds\": %.3f, \"generated\": %lld, "
-                "\"prefix_hit_tokens\": %.0f, \"replay_fraction\": %.4f}\n",
-                concurrent, static_cast<double>(status.generated_tokens) / seconds, seconds,
-                static_cast<long long>(status.generated_tokens), metrics.value(metric::kPrefixCacheHitTokens),
-                flags.capture ? (metrics.value(metric::kReplayBytes, {"experts"}) +
-                                 metrics.value(metric::kReplayBytes, {"selections"})) /
-                                    metrics.value(metric::kReplayRawBytes)
-                              : 0.0);
+    std::printf(
+        "{\"concurrent\": %d, \"tokens_per_second\": %.0f, \"seconds\": %.3f, \"generated\": %lld, "
+        "\"prefix_hit_tokens\": %.0f, \"replay_fraction\": %.4f}\n",
+        concurrent, static_cast<double>(status.generated_tokens) / seconds, seconds,
+        static_cast<long long>(status.generated_tokens), metrics.value(metric::kPrefixCacheHitTokens),
+        flags.capture ? (metrics.value(metric::kReplayBytes, {"experts"}) +
+                         metrics.value(metric::kReplayBytes, {"selections"})) /
+                            metrics.value(metric::kReplayRawBytes)
+                      : 0.0);
     std::fflush(stdout);
   }
   return absl::OkStatus();
