@@ -117,13 +117,12 @@ absl::Status run(const Flags& flags) {
     const EngineStatus status = engine->status();
     std::printf(
         "{\"concurrent\": %d, \"tokens_per_second\": %.0f, \"seconds\": %.3f, \"generated\": %lld, "
-        "\"prefix_hit_tokens\": %.0f, \"replay_fraction\": %.4f}\n",
+        "\"prefix_hit_tokens\": %.0f, \"replay_expert_bytes\": %.0f, \"replay_selection_bytes\": %.0f, "
+        "\"replay_raw_bytes\": %.0f}\n",
         concurrent, static_cast<double>(status.generated_tokens) / seconds, seconds,
         static_cast<long long>(status.generated_tokens), metrics.value(metric::kPrefixCacheHitTokens),
-        flags.capture ? (metrics.value(metric::kReplayBytes, {"experts"}) +
-                         metrics.value(metric::kReplayBytes, {"selections"})) /
-                            metrics.value(metric::kReplayRawBytes)
-                      : 0.0);
+        metrics.value(metric::kReplayBytes, {"experts"}), metrics.value(metric::kReplayBytes, {"selections"}),
+        metrics.value(metric::kReplayRawBytes));
     std::fflush(stdout);
   }
   return absl::OkStatus();
