@@ -20,6 +20,8 @@ int main(int argc, char** argv) {
       {"logprobs", "Log-probabilities of a token sequence", &slipstream::cli::add_logprobs},
       {"generate", "Continue a token sequence", &slipstream::cli::add_generate},
       {"convert", "Rewrite a checkpoint in another dtype or other shards", &slipstream::cli::add_convert},
+      {"check-env", "Does an environment server keep the rules of environment.proto?", &slipstream::cli::add_check_env},
+      {"report", "One HTML page about a run", &slipstream::cli::add_report},
   };
   std::vector<std::pair<CLI::App*, Run>> runs;
   for (const Command& command : commands) {

@@ -49,7 +49,13 @@ Ledger::~Ledger() {
     const absl::MutexLock lock(&assembly_mutex_);
     for (Assembly& left : assemblies_) waiting.push_back(std::move(left.done));
   }
+  std::vector<Deferred> deferred;
+  {
+    const absl::MutexLock lock(&mutex_);
+    deferred.swap(deferred_);
+  }
   for (const BatchDone& done : waiting) done(absl::CancelledError("the gateway stops"));
+  for (const Deferred& message : deferred) message.cancel(absl::CancelledError("the gateway stops"));
 }
 
 absl::Status Ledger::set_tasks(const std::string& environment, absl::Span<const v1::TaskDescription> descriptions) {

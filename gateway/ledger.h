@@ -117,6 +117,11 @@ class Ledger : public EpisodeSource {
     std::vector<Item> items;
     BatchDone done;
   };
+  // A learner's message that waits for the one before it to be on disk.
+  struct Deferred {
+    std::function<void()> run;
+    std::function<void(absl::Status)> cancel;
+  };
   using Settled = std::map<std::string, v1::LogSettled>;  // by reason; "": trained
 
   Ledger(const GatewayConfig& config, Metrics& metrics, Logger logger);
@@ -159,6 +164,8 @@ class Ledger : public EpisodeSource {
   // ledger_learner.cc
   absl::Status check_life(int64_t incarnation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status check_hello(const v1::Hello& hello) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void defer(std::function<void()> run, std::function<void(absl::Status)> cancel) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void run_deferred();
   void begin_life(const Settled& settled, const v1::LogLearner& life, bool durable);
   absl::Status check_request(const v1::BatchRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void observe(int64_t step, int policy_version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -206,6 +213,8 @@ class Ledger : public EpisodeSource {
   int64_t step_ ABSL_GUARDED_BY(mutex_) = 0;           // of the last request
   int policy_version_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t first_step_at_version_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool learner_record_under_way_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<Deferred> deferred_ ABSL_GUARDED_BY(mutex_);
   std::optional<PendingRequest> pending_ ABSL_GUARDED_BY(mutex_);
   std::map<int64_t, DeliveredStep> delivered_ ABSL_GUARDED_BY(mutex_);  // by step, with anything unsettled
 

@@ -26,6 +26,9 @@ void Ledger::hello(const v1::Hello& hello, std::function<void(absl::StatusOr<v1:
   BatchDone superseded;
   {
     const absl::MutexLock lock(&mutex_);
+    if (learner_record_under_way_) {
+      return defer([this, hello, done] { this->hello(hello, done); }, done);
+    }
     refused = check_hello(hello);
     if (refused.ok() && (hello.incarnation() != incarnation_ || !greeted_)) {
       incarnation_ = hello.incarnation();
@@ -42,9 +45,10 @@ void Ledger::hello(const v1::Hello& hello, std::function<void(absl::StatusOr<v1:
       records.push_back({RecordType::kLearner, life.SerializeAsString()});
       append(std::move(records), [this, settled, life, reply, done](const auto& positions) {
         begin_life(settled, life, positions.ok());
-        if (positions.ok()) return done(reply);
-        done(positions.status());
+        positions.ok() ? done(reply) : done(positions.status());
+        run_deferred();
       });
+      learner_record_under_way_ = true;
       done = nullptr;  // the log answers
     }
   }
@@ -70,6 +74,23 @@ absl::Status Ledger::check_hello(const v1::Hello& hello) const {
         " is committed and its trajectories are gone; start from the newest checkpoint"));
   }
   return absl::OkStatus();
+}
+
+// One record of a life or a commit is on its way to the disk at a time, so that what it settles is known to be settled, or
+// not, before the next one is looked at.
+void Ledger::defer(std::function<void()> run, std::function<void(absl::Status)> cancel) {
+  deferred_.push_back({std::move(run), std::move(cancel)});
+}
+
+void Ledger::run_deferred() {
+  std::vector<Deferred> now;
+  {
+    const absl::MutexLock lock(&mutex_);
+    learner_record_under_way_ = false;
+    if (closing_) return;
+    now.swap(deferred_);
+  }
+  for (const Deferred& deferred : now) deferred.run();
 }
 
 void Ledger::begin_life(const Settled& settled, const v1::LogLearner& life, bool durable) {
@@ -390,6 +411,9 @@ void Ledger::commit(const v1::Commit& commit, std::function<void(absl::StatusOr<
   absl::Status refused;
   {
     const absl::MutexLock lock(&mutex_);
+    if (learner_record_under_way_) {
+      return defer([this, commit, done] { this->commit(commit, done); }, done);
+    }
     refused = check_life(commit.incarnation());
     if (refused.ok()) {
       heard_ = true;
@@ -403,9 +427,10 @@ void Ledger::commit(const v1::Commit& commit, std::function<void(absl::StatusOr<
       records.push_back({RecordType::kLearner, life.SerializeAsString()});
       append(std::move(records), [this, settled, life, done](const auto& positions) {
         const v1::CommitReply reply = end_commit(settled, life, positions.ok());
-        if (positions.ok()) return done(reply);
-        done(positions.status());
+        positions.ok() ? done(reply) : done(positions.status());
+        run_deferred();
       });
+      learner_record_under_way_ = true;
       return;
     }
   }

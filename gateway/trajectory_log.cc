@@ -374,7 +374,7 @@ void TrajectoryLog::run() {
         batch.push_back(std::move(queue_.front()));
         queue_.pop_front();
       }
-      if (batch.empty() && stop_) return;
+      if (batch.empty() && forget_before_ <= forgotten) return;  // told to stop, and nothing is left to do
       forgotten = std::max(forgotten, forget_before_);
       below = std::min(forget_before_, segment_);
     }
