@@ -340,7 +340,12 @@ void Ledger::logged(uint64_t group_number, int index, const EpisodePlan& plan,
       const std::string task = schedule_.knows(plan.task) ? plan.task : "external";
       metrics_.add(metric::kTrajectories, 1, {task, finish_word(summary.finish_reason)});
       const std::optional<std::string> excluded = exclusion(summary);
-      if (!excluded.has_value()) metrics_.observe(metric::kReward, summary.reward, {task});
+      if (!excluded.has_value()) {
+        metrics_.observe(metric::kReward, summary.reward, {task});
+        v1::RewardTotal& total = rewards_[task];
+        total.set_sum(total.sum() + summary.reward);
+        total.set_count(total.count() + 1);
+      }
       account(group, index, plan.rollout_id, *position);
       if (excluded.has_value()) settle(group, index, *excluded);
       if (is_complete(group)) complete(group);

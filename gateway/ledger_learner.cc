@@ -466,6 +466,11 @@ v1::Counts Ledger::counts() const {
   return counts_locked();
 }
 
+std::map<std::string, v1::RewardTotal> Ledger::rewards() const {
+  const absl::MutexLock lock(&mutex_);
+  return rewards_;
+}
+
 int Ledger::learner_policy_version() const {
   const absl::MutexLock lock(&mutex_);
   return policy_version_;
