@@ -57,6 +57,7 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   chat.read("tokenizer", &out.tokenizer);
   chat.read("format", &out.chat_format);
   chat.read("thinking", &out.thinking);
+  chat.read("reasoning_effort", &out.reasoning_effort);
   ConfigNode sampling = root.child("sampling");
   sampling.read("temperature", &out.temperature, 0.0, 100.0);
   sampling.read("top_k", &out.top_k, 0);

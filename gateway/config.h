@@ -56,6 +56,7 @@ struct GatewayConfig {
   std::string tokenizer = "bytes";              // or a tokenizer.json
   std::string chat_format = "glm47";            // glm47 | glm53
   bool thinking = false;                        // open <think> in the generation prompt
+  std::string reasoning_effort = "max";         // glm53: low | high | max
   // sampling: defaults of every turn
   float temperature = 1.0f;
   int top_k = 0;
