@@ -8,7 +8,7 @@
 
 #include <zmq.hpp>
 
-#include "gateway/ledger_testing.h"
+#include "gateway/testing/test_gateway.h"
 
 namespace slipstream::gateway {
 namespace {

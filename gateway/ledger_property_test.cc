@@ -5,7 +5,7 @@
 #include <random>
 #include <set>
 
-#include "gateway/ledger_testing.h"
+#include "gateway/testing/test_gateway.h"
 
 namespace slipstream::gateway {
 namespace {
