@@ -222,6 +222,8 @@ class Ledger : public EpisodeSource {
   int64_t first_step_at_version_ ABSL_GUARDED_BY(mutex_) = 0;
   bool learner_record_under_way_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Deferred> deferred_ ABSL_GUARDED_BY(mutex_);
+  // Sizes of the groups of each step at the learner's present version, committed or not.
+  std::map<int64_t, int64_t> delivered_sizes_ ABSL_GUARDED_BY(mutex_);
   std::optional<PendingRequest> pending_ ABSL_GUARDED_BY(mutex_);
   std::map<int64_t, DeliveredStep> delivered_ ABSL_GUARDED_BY(mutex_);  // by step, with anything unsettled
 
