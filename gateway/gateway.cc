@@ -1,6 +1,6 @@
 #include "gateway/gateway.h"
 
-#include <grpcpp/impl/codegen/service_type.h>
+#include <grpcpp/impl/service_type.h>
 
 #include <map>
 #include <utility>
