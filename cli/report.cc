@@ -1,2 +1,39 @@
+// slipstream report runs/ID: one self-contained HTML page about a run.
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
 #include "cli/commands.h"
-namespace slipstream::cli { Run add_report(CLI::App&) { return [] { return absl::OkStatus(); }; } }
+#include "cli/report_data.h"
+#include "cli/report_page.h"
+
+namespace slipstream::cli {
+namespace {
+
+struct Flags {
+  std::string run;
+  std::string out;
+};
+
+absl::Status report(const Flags& flags) {
+  ASSIGN_OR_RETURN(const RunData run, load_run(flags.run));
+  const std::string path = flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << render_page(run);
+  file.close();
+  if (!file) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
+  std::printf("%s: %zu steps\n", path.c_str(), run.steps.size());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Run add_report(CLI::App& app) {
+  auto flags = std::make_shared<Flags>();
+  app.add_option("run", flags->run, "The run's directory, as runs/ID")->required();
+  app.add_option("--out", flags->out, "The page to write; default: report.html in the run's directory");
+  return [flags] { return report(*flags); };
+}
+
+}  // namespace slipstream::cli
