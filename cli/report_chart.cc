@@ -189,9 +189,10 @@ std::string render(const LineChart& chart, const std::vector<int64_t>& steps, co
                     coordinate(kWidth - kRight), "\"/>", text(kLeft - 7, y_of(value) + 4, "end", in_unit(shown, chart.unit)));
   }
   const double x_step = std::max(1.0, tick_step(span));
-  for (double tick = std::ceil(first / x_step) * x_step; tick <= first + span + 1e-9; tick += x_step) {
+  for (double tick = std::ceil((first + 0.04 * span) / x_step) * x_step; tick <= first + span + 1e-9; tick += x_step) {
     svg += text(x_of(tick), kHeight - 8, tick > first + 0.97 * span ? "end" : "middle", absl::StrFormat("%.0f", tick));
   }
+  svg += text(kLeft - 7, kHeight - 8, "end", "step");
   std::vector<double> xs, shown_steps;
   for (size_t i = 0; i < steps.size(); i += per_point) {
     const size_t last = std::min(steps.size(), i + per_point) - 1;
@@ -244,9 +245,13 @@ std::string render(const LaneChart& chart) {
                     coordinate(kWide - kLabel - 12), "\" height=\"", coordinate(kLane), "\"/>",
                     "<text class=\"lane-name\" x=\"0\" y=\"", coordinate(top + kLane / 2 + 4), "\">", escape(lane.name), "</text>");
     for (size_t p = 0; p < lane.parts.size(); ++p) {
-      if (std::find(names.begin(), names.end(), lane.parts[p]) == names.end()) {
+      const auto known = std::find(colours.begin(), colours.end(), lane.colours[p]);
+      if (known == colours.end()) {
         names.push_back(lane.parts[p]);
         colours.push_back(lane.colours[p]);
+      } else if (std::string& name = names[static_cast<size_t>(known - colours.begin())];
+                 name.find(lane.parts[p]) == std::string::npos) {
+        name += ", " + lane.parts[p];
       }
     }
     for (size_t i = 0; i < lane.shares.size(); ++i) {
