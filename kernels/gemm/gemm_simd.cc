@@ -36,12 +36,17 @@ void add_bias(const GemmBlock& g) {
   }
 }
 
-// out[k, n] (row stride ldo >= n rounded up to 16) = b[k, n] as fp32, columns n.. of the last sixteen zero.
+// out[k, n] (row stride ldo, sixteen columns every `panel` values) = b[k, n] as fp32, columns n.. of the last
+// sixteen zero.
 template <class TB>
-HWY_INLINE void pack_rows(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo) {
-  for (int64_t i = 0; i < k; ++i) {
-    for_lanes(n,
-              [&](int64_t j, auto chunk) HWY_ATTR { store(chunk.load(b + i * ldb + j), out + i * ldo + j); });
+HWY_INLINE void pack_rows(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo,
+                          int64_t panel) {
+  for (int64_t i = 0; i < k; ++i, b += ldb, out += ldo) {
+    float* to = out;
+    for_lanes(n, [&](int64_t j, auto chunk) HWY_ATTR {
+      store(chunk.load(b + j), to);
+      to += panel;
+    });
   }
 }
 
@@ -88,22 +93,27 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
     const int64_t column_end = std::min(column + columns_at_once, g.n);
     for (int64_t k = 0; k < g.k; k += depth) {
       const int64_t count = std::min(depth, g.k - k);
-      for (int64_t j = column; j < column_end; j += kLanes) {
-        const int64_t columns = std::min(kLanes, column_end - j);
-        float* panel = panels + (j - column) * depth;
-        switch (g.b_layout) {
-          case GemmLayout::kPanels:
-            pack_rows(kLanes, count, b + j * g.k + k * kLanes, kLanes, panel, kLanes);
-            break;
-          case GemmLayout::kTransposed: {
-            const TB* next = k + depth < g.k ? b + j * g.ldb + k + depth : b + (j + columns_at_once) * g.ldb;
-            pack_transposed(columns, count, b + j * g.ldb + k, g.ldb, panel, kLanes, next);
-            break;
+      switch (g.b_layout) {
+        case GemmLayout::kRows:
+          // Four panels at a time: whole pieces of rows, and no more lines to write to than the cache has ways.
+          for (int64_t j = column; j < column_end; j += kWideColumns) {
+            pack_rows(std::min(kWideColumns, column_end - j), count, b + k * g.ldb + j, g.ldb,
+                      panels + (j - column) * depth, kLanes, right.panel);
           }
-          case GemmLayout::kRows:
-            pack_rows(columns, count, b + k * g.ldb + j, g.ldb, panel, kLanes);
-            break;
-        }
+          break;
+        case GemmLayout::kTransposed:
+          for (int64_t j = column; j < column_end; j += kLanes) {
+            const TB* next = k + depth < g.k ? b + j * g.ldb + k + depth : b + (j + columns_at_once) * g.ldb;
+            pack_transposed(std::min(kLanes, column_end - j), count, b + j * g.ldb + k, g.ldb,
+                            panels + (j - column) * depth, kLanes, next);
+          }
+          break;
+        case GemmLayout::kPanels:
+          for (int64_t j = column; j < column_end; j += kLanes) {
+            pack_rows(kLanes, count, b + j * g.k + k * kLanes, kLanes, panels + (j - column) * depth, kLanes,
+                      right.panel);
+          }
+          break;
       }
       const auto multiply_rows = [&](int64_t row, int64_t rows, LeftFactor a) HWY_ATTR {
         for_row_strips(rows, [&](int64_t first, int64_t height) HWY_ATTR {
@@ -118,7 +128,7 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
         continue;
       }
       const auto pack_and_multiply = [&](int64_t row, int64_t rows) HWY_ATTR {
-        pack_rows(rows, count, g.a + row + k * g.a_col, g.a_col, left, kLeftRows);
+        pack_rows(rows, count, g.a + row + k * g.a_col, g.a_col, left, kLeftRows, kLanes);
         multiply_rows(row, rows, LeftFactor{left, 1, kLeftRows});
       };
       for_row_strips(g.m, pack_and_multiply, kLeftRows);

@@ -58,14 +58,10 @@ constexpr int64_t kTileColumns = kTileVectors * kLanes;
 constexpr int64_t kWideColumns = kWideVectors * kLanes;
 constexpr int64_t kWidestColumns = kWidestVectors * kLanes;
 
-// Sixteen columns of a row of b or c, or the first `columns` of them.
-template <bool Masked, class T>
-HWY_INLINE Lanes load_columns(const T* p, int64_t columns) {
-  if constexpr (Masked) {
-    return load_first(p, columns);
-  } else {
-    return load(p);
-  }
+// Vector v of a row of b or c in a tile of `Vectors`. With Masked the last one holds `last` columns (1..16).
+template <bool Masked, int Vectors, class T>
+HWY_INLINE Lanes load_columns(const T* p, int v, int64_t last) {
+  return Masked && v == Vectors - 1 ? load_first(p, last) : load(p);
 }
 
 template <int Rows, int Vectors>
@@ -74,10 +70,10 @@ using TileSums = Lanes[Rows][Vectors];
 // One step of k: sums[r][v] += value_of_row(r) * b[panel v ..].
 template <bool Masked, int Rows, int Vectors, class TB, class ValueOfRow>
 HWY_INLINE void tile_step(TileSums<Rows, Vectors>& sums, const TB* HWY_RESTRICT b, int64_t panel,
-                          int64_t columns, ValueOfRow&& value_of_row) {
+                          int64_t last, ValueOfRow&& value_of_row) {
   Lanes right[Vectors];
 #pragma GCC unroll 16
-  for (int v = 0; v < Vectors; ++v) right[v] = load_columns<Masked>(b + v * panel, columns);
+  for (int v = 0; v < Vectors; ++v) right[v] = load_columns<Masked, Vectors>(b + v * panel, v, last);
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
     const Lanes left = broadcast(value_of_row(r));
@@ -86,12 +82,14 @@ HWY_INLINE void tile_step(TileSums<Rows, Vectors>& sums, const TB* HWY_RESTRICT 
   }
 }
 
-// Rows x Vectors accumulators of sixteen columns each. With Masked there is one vector, of `columns` (1..15).
+// Rows x Vectors accumulators of sixteen columns each; with Masked the last vector has `last` columns.
 // The address arithmetic of the k loops is as little as possible: it runs on the ports of the multiply-adds.
+// Factors come by reference: copied as arguments, their words would be read back before they are stored.
 template <int Rows, int Vectors, bool Masked, class TB>
-HWY_NOINLINE void block_gemm_tile(int64_t k_count, LeftFactor a, RightFactor<TB> right,
-                                  float* HWY_RESTRICT c, int64_t ldc, int64_t columns, bool accumulate) {
-  static_assert(!Masked || Vectors == 1);
+HWY_NOINLINE void block_gemm_tile(int64_t k_count, const LeftFactor& a, const RightFactor<TB>& right,
+                                  float* HWY_RESTRICT c, int64_t ldc, int64_t last, bool accumulate) {
+  const float* a_data = a.data;
+  const int64_t a_row = a.row, a_col = a.col;
   const TB* HWY_RESTRICT b = right.data;
   const int64_t ldb = right.row, panel = right.panel;
   TileSums<Rows, Vectors> sums;
@@ -105,31 +103,31 @@ HWY_NOINLINE void block_gemm_tile(int64_t k_count, LeftFactor a, RightFactor<TB>
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r, from += ldc) {
 #pragma GCC unroll 16
-      for (int v = 0; v < Vectors; ++v) sums[r][v] = load_columns<Masked>(from + v * kLanes, columns);
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = load_columns<Masked, Vectors>(from + v * kLanes, v, last);
     }
   }
-  if (a.col == 1) {
+  if (a_col == 1) {
     // A pointer for three rows: twelve of them would not fit the general registers.
     constexpr int kPointers = (Rows + 2) / 3;
     const float* left[kPointers];
 #pragma GCC unroll 16
-    for (int p = 0; p < kPointers; ++p) left[p] = a.data + 3 * p * a.row;
+    for (int p = 0; p < kPointers; ++p) left[p] = a_data + 3 * p * a_row;
     for (int64_t k = 0; k < k_count; ++k, b += ldb) {
-      tile_step<Masked>(sums, b, panel, columns, [&](int r) HWY_ATTR { return left[r / 3][r % 3 * a.row]; });
+      tile_step<Masked>(sums, b, panel, last, [&](int r) HWY_ATTR { return left[r / 3][r % 3 * a_row]; });
 #pragma GCC unroll 16
       for (int p = 0; p < kPointers; ++p) ++left[p];
     }
   } else {  // a.row == 1, or a single row
-    for (int64_t k = 0; k < k_count; ++k, a.data += a.col, b += ldb) {
-      tile_step<Masked>(sums, b, panel, columns, [&](int r) HWY_ATTR { return a.data[r]; });
+    for (int64_t k = 0; k < k_count; ++k, a_data += a_col, b += ldb) {
+      tile_step<Masked>(sums, b, panel, last, [&](int r) HWY_ATTR { return a_data[r]; });
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r, c += ldc) {
 #pragma GCC unroll 16
     for (int v = 0; v < Vectors; ++v) {
-      if constexpr (Masked) {
-        store_first(sums[r][v], c + v * kLanes, columns);
+      if (Masked && v == Vectors - 1) {
+        store_first(sums[r][v], c + v * kLanes, last);
       } else {
         store(sums[r][v], c + v * kLanes);
       }
@@ -138,15 +136,15 @@ HWY_NOINLINE void block_gemm_tile(int64_t k_count, LeftFactor a, RightFactor<TB>
 }
 
 template <int Vectors, bool Masked, class TB>
-HWY_INLINE void block_gemm_rows(int64_t rows, int64_t k, LeftFactor a, RightFactor<TB> b, float* c,
-                                int64_t ldc, int64_t columns, bool accumulate) {
+HWY_INLINE void block_gemm_rows(int64_t rows, int64_t k, const LeftFactor& a, const RightFactor<TB>& b,
+                                float* c, int64_t ldc, int64_t last, bool accumulate) {
   constexpr int kRowsMax = Vectors > kWideVectors   ? kWidestRows
                            : Vectors > kTileVectors ? kWideRows
                                                     : kTileRows;
   static_assert(kRowsMax <= 12);
   const auto run = [&](auto count) {
     constexpr int kRows = std::min<int>(count, kRowsMax);
-    block_gemm_tile<kRows, Vectors, Masked>(k, a, b, c, ldc, columns, accumulate);
+    block_gemm_tile<kRows, Vectors, Masked>(k, a, b, c, ldc, last, accumulate);
   };
   switch (rows) {
     case 1:
@@ -176,23 +174,35 @@ HWY_INLINE void block_gemm_rows(int64_t rows, int64_t k, LeftFactor a, RightFact
   }
 }
 
+// The columns from `column` on that whole tiles of `Vectors` fill; returns the first column left over.
+template <int Vectors, class TB>
+HWY_INLINE int64_t block_gemm_columns(int64_t column, int64_t rows, int64_t n, int64_t k, const LeftFactor& a,
+                                      const RightFactor<TB>& b, float* c, int64_t ldc, bool accumulate) {
+  for (; column + Vectors * kLanes <= n; column += Vectors * kLanes) {
+    block_gemm_rows<Vectors, false>(rows, k, a, b.from_column(column), c + column, ldc, kLanes, accumulate);
+  }
+  return column;
+}
+
 // One row of tiles: c[rows, n] with rows <= kTileRows.
 template <class TB>
-HWY_INLINE void block_gemm_strip(int64_t rows, int64_t n, int64_t k, LeftFactor a, RightFactor<TB> b,
-                                 float* c, int64_t ldc, bool accumulate) {
+HWY_INLINE void block_gemm_strip(int64_t rows, int64_t n, int64_t k, const LeftFactor& a,
+                                 const RightFactor<TB>& b, float* c, int64_t ldc, bool accumulate) {
   int64_t column = 0;
-  const auto tiles_of = [&](auto vectors) HWY_ATTR {
-    constexpr int64_t kColumns = vectors * kLanes;
-    for (; column + kColumns <= n; column += kColumns) {
-      block_gemm_rows<vectors, false>(rows, k, a, b.from_column(column), c + column, ldc, kLanes, accumulate);
-    }
-  };
-  if (rows <= kWidestRows) tiles_of(std::integral_constant<int, kWidestVectors>());
-  if (rows <= kWideRows) tiles_of(std::integral_constant<int, kWideVectors>());
-  tiles_of(std::integral_constant<int, kTileVectors>());
-  if constexpr (kTileVectors > 1) tiles_of(std::integral_constant<int, 1>());
-  if (column < n) {
-    block_gemm_rows<1, true>(rows, k, a, b.from_column(column), c + column, ldc, n - column, accumulate);
+  if (rows <= kWidestRows) {
+    column = block_gemm_columns<kWidestVectors>(column, rows, n, k, a, b, c, ldc, accumulate);
+  }
+  if (rows <= kWideRows) {
+    column = block_gemm_columns<kWideVectors>(column, rows, n, k, a, b, c, ldc, accumulate);
+  }
+  column = block_gemm_columns<kTileVectors>(column, rows, n, k, a, b, c, ldc, accumulate);
+  if (column == n) return;
+  const int64_t left = n - column;
+  if (kTileVectors > 1 && left > kLanes) {
+    block_gemm_rows<kTileVectors, true>(rows, k, a, b.from_column(column), c + column, ldc, left - kLanes,
+                                        accumulate);
+  } else {
+    block_gemm_rows<1, true>(rows, k, a, b.from_column(column), c + column, ldc, left, accumulate);
   }
 }
 
@@ -209,8 +219,8 @@ HWY_INLINE void for_row_strips(int64_t m, Body&& body, int64_t height = kTileRow
 // c[m, n] (row stride ldc) = a[m, k] b[k, n] (row stride ldb), or += when accumulate: the chain then starts
 // at c.
 template <class TB>
-HWY_INLINE void block_gemm(int64_t m, int64_t n, int64_t k, LeftFactor a, const TB* b, int64_t ldb, float* c,
-                           int64_t ldc, bool accumulate) {
+HWY_INLINE void block_gemm(int64_t m, int64_t n, int64_t k, const LeftFactor& a, const TB* b, int64_t ldb,
+                           float* c, int64_t ldc, bool accumulate) {
   // The tiles want one stride to be 1; nothing but speed is lost when neither is.
   const int64_t height = a.row == 1 || a.col == 1 ? kTileRows : 1;
   for_row_strips(
