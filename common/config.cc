@@ -103,6 +103,35 @@ absl::StatusOr<ConfigNode> ConfigNode::load(const std::string& path) {
   return parse(text, path);
 }
 
+absl::Status ConfigNode::override_value(const std::string& assignment) {
+  const auto refuse = [&](const std::string& why) {
+    return absl::InvalidArgumentError(absl::StrCat("--set ", assignment, ": ", why));
+  };
+  const size_t equals = assignment.find('=');
+  if (equals == std::string::npos || equals == 0) return refuse("expected section.key=value");
+  std::vector<std::string> path;
+  for (size_t begin = 0; begin <= equals;) {
+    const size_t end = std::min(assignment.find('.', begin), equals);
+    path.push_back(assignment.substr(begin, end - begin));
+    if (path.back().empty()) return refuse("expected section.key=value");
+    begin = end + 1;
+  }
+  try {
+    const YAML::Node value = YAML::Load(assignment.substr(equals + 1));
+    if (!mapping_->yaml.IsMap()) mapping_->yaml = YAML::Node(YAML::NodeType::Map);
+    YAML::Node node = mapping_->yaml;
+    for (size_t i = 0; i + 1 < path.size(); ++i) {
+      if (node[path[i]].IsDefined() && !node[path[i]].IsMap()) return refuse(path[i] + " is not a section of mappings");
+      if (!node[path[i]].IsDefined()) node[path[i]] = YAML::Node(YAML::NodeType::Map);
+      node.reset(node[path[i]]);
+    }
+    node[path.back()] = value;
+  } catch (const YAML::Exception& error) {
+    return refuse(error.msg);
+  }
+  return absl::OkStatus();
+}
+
 bool ConfigNode::has(const char* key) const {
   return mapping_->yaml.IsMap() && mapping_->yaml[key].IsDefined() && !mapping_->yaml[key].IsNull();
 }

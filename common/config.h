@@ -22,6 +22,8 @@ class ConfigNode {
   // NotFound, InvalidArgument (YAML syntax, with the line).
   static absl::StatusOr<ConfigNode> load(const std::string& path);
   static absl::StatusOr<ConfigNode> parse(const std::string& text, const std::string& name);
+  // Sets "section.key=value" over what the file says (value is YAML). InvalidArgument: not of that form. Before any read.
+  absl::Status override_value(const std::string& assignment);
 
   // Bounds are inclusive.
   void read(const char* key, bool* value);

@@ -77,6 +77,23 @@ TEST(Config, ErrorsNameFileLineFieldAndExpectation) {
   EXPECT_EQ(ConfigNode::load("/nonexistent.yaml").status().code(), absl::StatusCode::kNotFound);
 }
 
+TEST(Config, OverridesWinOverTheFile) {
+  absl::StatusOr<ConfigNode> root = ConfigNode::parse("a: {b: 1}", "a.yaml");
+  ASSERT_TRUE(root->override_value("a.b=2").ok());
+  ASSERT_TRUE(root->override_value("c.d=[x, y]").ok());
+  EXPECT_FALSE(root->override_value("a.b").ok());
+  EXPECT_FALSE(root->override_value("=1").ok());
+  EXPECT_FALSE(root->override_value("a..b=1").ok());
+  EXPECT_FALSE(root->override_value("a.b.c=1").ok());
+  int b = 0;
+  std::vector<std::string> d;
+  root->child("a").read("b", &b);
+  root->child("c").read("d", &d);
+  EXPECT_TRUE(root->finish().ok()) << root->finish();
+  EXPECT_EQ(b, 2);
+  EXPECT_EQ(d, (std::vector<std::string>{"x", "y"}));
+}
+
 TEST(Config, ResolvedFileReadsBackTheSame) {
   Example first, second;
   std::string resolved, again;

@@ -1,0 +1,131 @@
+// The generation engine: one thread that owns model, cache and memory, and samples for many requests at once. Weights change
+// between forward passes; what is running goes on.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_set>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
+#include "common/log.h"
+#include "common/metrics.h"
+#include "kernels/arena.h"
+#include "kernels/stream.h"
+#include "model/model.h"
+#include "rollout/request.h"
+#include "rollout/scheduler.h"
+
+namespace slipstream::rollout {
+
+struct EngineConfig {
+  std::string worker_id = "worker-0";  // the label of its metrics
+  int threads = 2;
+  int64_t max_running = 64;        // sequences in a forward pass
+  int64_t waiting_max = 1024;      // requests beyond those
+  int64_t step_tokens_max = 512;   // rows of a forward pass, >= max_running
+  int64_t cache_tokens = 65536;    // rows of the cache, over all sequences
+  int64_t prefix_sessions_max = 64;  // sequences kept for the next request of their session
+  OnUpdate on_update = OnUpdate::kRecompute;
+};
+
+struct EngineStatus {
+  int64_t running = 0;
+  int64_t waiting = 0;
+  int32_t policy_version = 0;
+  int64_t generated_tokens = 0;
+  int64_t preemptions = 0;
+  double idle_seconds = 0.0;     // with nothing to run
+  bool draining = false;
+  int64_t prefix_sessions = 0;
+  model::CacheUsage cache;
+};
+
+// Thread-safe. The destructor ends what is live with UNAVAILABLE and joins.
+class Engine {
+ public:
+  using Weights = std::shared_ptr<const model::WeightStore>;
+
+  // weights are those of `config`. InvalidArgument names the field of EngineConfig.
+  static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine, const model::ModelConfig& config,
+                                                        Weights weights, int32_t policy_version, Metrics& metrics,
+                                                        Logger log);
+  ~Engine();
+
+  // Takes a request and returns its handle; from then on the sink will be told. On an error it is not: INVALID_ARGUMENT
+  // (names the field), OUT_OF_RANGE (the prompt leaves no room: max_context()), ALREADY_EXISTS (request_id is live),
+  // RESOURCE_EXHAUSTED (max_running + waiting_max are live), UNAVAILABLE (draining).
+  absl::StatusOr<uint64_t> submit(Request request, std::shared_ptr<Sink> sink);
+  // Ends it with CANCELLED and frees its memory; nothing when it is over.
+  void cancel(uint64_t handle);
+  // Ends a session's generations with kAborted and forgets its prefix.
+  void abort_session(std::string session_id);
+
+  // Runs on these weights from the next pass on, unless policy_version is not newer. since: when they were asked for, for
+  // slipstream_weight_sync_seconds. The engine drops the pointer once newer ones come.
+  void offer_weights(Weights weights, int32_t policy_version, absl::Time since = absl::Now());
+
+  // No new requests from now on.
+  void drain();
+  // Ends what is live with UNAVAILABLE: its clients go on elsewhere.
+  void cut_off();
+  // Waits until nothing is live. False: the deadline came first.
+  bool wait_idle(absl::Time deadline) const;
+  EngineStatus status() const;
+
+  int64_t max_context() const { return max_context_; }  // ids of a sequence, prompt and reply
+  const EngineConfig& config() const { return config_; }
+
+ private:
+  using Command = absl::AnyInvocable<void()>;  // runs on the engine's thread
+  Engine(const EngineConfig& engine, const model::ModelConfig& config, Weights weights, int32_t policy_version,
+         Metrics& metrics, Logger log);
+  absl::Status check(const Request& request) const;
+  void send(Command command) ABSL_LOCKS_EXCLUDED(mutex_);
+  void run() noexcept;
+  bool take_commands(bool busy, std::deque<Command>* commands) ABSL_LOCKS_EXCLUDED(mutex_);
+  void swap_weights(Weights weights, int32_t policy_version, absl::Time since);
+  void expire(absl::Time now);
+  void step(const std::vector<Piece>& pieces);
+  void sample(const std::vector<Piece>& pieces, const kernels::Tensor& hidden, model::Step& step);
+  void deliver(Generation& generation, int32_t id, float logprob, bool truncated, absl::Time now);
+  // Ends a generation: takes it out of the scheduler, then tells its sink.
+  void end(uint64_t handle, const absl::Status& error);
+  void end(uint64_t handle, FinishReason reason);
+  void end_all(const absl::Status& error);
+  void tell(std::unique_ptr<Generation> generation, absl::StatusOr<Finished> result);
+  void publish_status() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  const EngineConfig config_;
+  const model::ModelConfig model_config_;
+  const model::ReplayLayout replay_layout_;
+  int64_t max_context_ = 0;
+  Metrics& metrics_;
+  Logger log_;
+
+  // The engine thread's own.
+  std::unique_ptr<kernels::Stream> stream_;
+  std::unique_ptr<model::Model> model_;
+  std::unique_ptr<model::Cache> cache_;
+  std::unique_ptr<Scheduler> scheduler_;
+  std::unique_ptr<kernels::Arena> arena_;
+  Weights weights_;
+  int32_t policy_version_ = 0;
+  int64_t generated_tokens_ = 0;
+  double idle_seconds_ = 0.0;
+
+  mutable absl::Mutex mutex_;
+  std::deque<Command> commands_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_set<std::string> live_ ABSL_GUARDED_BY(mutex_);  // request ids
+  uint64_t next_handle_ ABSL_GUARDED_BY(mutex_) = 1;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  EngineStatus published_ ABSL_GUARDED_BY(mutex_);
+  std::jthread thread_;  // last: joined before the rest goes
+};
+
+}  // namespace slipstream::rollout

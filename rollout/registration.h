@@ -1,0 +1,32 @@
+// Keeps a worker known to the gateway: registers, sends heartbeats, registers again when the gateway has restarted, keeps
+// trying while it is away.
+#pragma once
+
+#include <thread>
+
+#include "common/log.h"
+#include "rollout/engine.h"
+#include "rollout/gateway_client.h"
+
+namespace slipstream::rollout {
+
+class Registration {
+ public:
+  // Starts its thread. The engine outlives it. Once the engine drains and is idle, the worker unregisters by itself.
+  Registration(const std::string& gateway_address, WorkerIdentity worker, Engine& engine, Logger log);
+  ~Registration();  // without a word to the gateway, as when the process dies
+  // Ends the heartbeats and unregisters, if that has not happened. Once, from one thread.
+  void leave();
+
+ private:
+  void run(std::stop_token stop) noexcept;
+
+  const WorkerIdentity worker_;
+  Engine& engine_;
+  Logger log_;
+  GatewayClient client_;
+  bool registered_ = false;  // the thread's until it is joined
+  std::jthread thread_;
+};
+
+}  // namespace slipstream::rollout

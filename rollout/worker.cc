@@ -1,0 +1,106 @@
+#include "rollout/worker.h"
+
+#include "model/load.h"
+#include "rollout/registration.h"
+#include "rollout/weight_receiver.h"
+#include "rollout/worker_service.h"
+
+namespace slipstream::rollout {
+namespace {
+
+constexpr absl::Duration kLastWords = absl::Seconds(2);  // for answers under way at the end of a drain
+
+}  // namespace
+
+// Torn down from the end: nothing calls an engine that is gone.
+struct Worker::Impl {
+  Config config;
+  Logger log;
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<WorkerService> service;
+  std::unique_ptr<WeightReceiver> receiver;
+  std::unique_ptr<Registration> registration;
+};
+
+Worker::Config Worker::Config::from(ConfigNode root) {
+  Config c;
+  ConfigNode model = root.child("model");
+  model.read("path", &c.model_path);
+  model.read_choice("dtype", &c.dtype, {{"fp32", kernels::DType::kF32}, {"bf16", kernels::DType::kBf16}});
+  ConfigNode rollout = root.child("rollout");
+  rollout.read("worker_id", &c.engine.worker_id);
+  rollout.read("address", &c.address);
+  rollout.read("advertised_host", &c.advertised_host);
+  rollout.read("gateway_address", &c.gateway_address);
+  rollout.read("learner_address", &c.learner_address);
+  rollout.read("threads", &c.engine.threads, 1, 256);
+  rollout.read("max_running", &c.engine.max_running, 1, 4096);
+  rollout.read("waiting_max", &c.engine.waiting_max, 0, 1'000'000);
+  rollout.read("step_tokens_max", &c.engine.step_tokens_max, 1, 1 << 20);
+  rollout.read("cache_tokens", &c.engine.cache_tokens, 2, int64_t{1} << 32);
+  rollout.read("prefix_sessions_max", &c.engine.prefix_sessions_max, 0, 1'000'000);
+  rollout.read_choice("on_update", &c.engine.on_update,
+                      {{"recompute", OnUpdate::kRecompute}, {"keep", OnUpdate::kKeep}});
+  rollout.read("drain_timeout_ms", &c.drain_timeout_ms, 0);
+  rollout.read("weights_poll_ms", &c.weights_poll_ms, 100);
+  if (c.engine.worker_id.empty()) rollout.fail("worker_id", "\"\", expected a name");
+  if (c.engine.step_tokens_max < c.engine.max_running) {
+    rollout.fail("step_tokens_max", absl::StrCat(c.engine.step_tokens_max, ", expected >= max_running ", c.engine.max_running));
+  }
+  return c;
+}
+
+Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Worker::~Worker() = default;
+
+absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metrics& metrics, Logger log) {
+  auto impl = std::make_unique<Impl>();
+  impl->config = config;
+  impl->log = log;
+  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(config.engine.threads));
+  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(config.model_path, config.dtype, *stream));
+  const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
+  ASSIGN_OR_RETURN(impl->engine,
+                   Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log));
+  ASSIGN_OR_RETURN(impl->service, WorkerService::start(config.address, *impl->engine, log));
+  if (!config.learner_address.empty()) {
+    impl->receiver = std::make_unique<WeightReceiver>(
+        WeightReceiverConfig{.worker_id = config.engine.worker_id,
+                             .learner_address = config.learner_address,
+                             .poll = absl::Milliseconds(config.weights_poll_ms)},
+        loaded.config, *weights, /*policy_version=*/0, *impl->engine, metrics, log);
+  }
+  const std::string bound = impl->service->address();
+  if (!config.gateway_address.empty()) {
+    const std::string advertised =
+        config.advertised_host.empty() ? bound : config.advertised_host + bound.substr(bound.rfind(':'));
+    impl->registration = std::make_unique<Registration>(
+        config.gateway_address,
+        WorkerIdentity{.worker_id = config.engine.worker_id,
+                       .address = advertised,
+                       .start_time_us = absl::ToUnixMicros(absl::Now()),
+                       .max_concurrent = config.engine.max_running + config.engine.waiting_max,
+                       .max_context = impl->engine->max_context()},
+        *impl->engine, log);
+  }
+  log->info("worker {}: {} on {}, context {}", config.engine.worker_id, config.model_path, bound,
+            impl->engine->max_context());
+  return std::unique_ptr<Worker>(new Worker(std::move(impl)));
+}
+
+std::string Worker::address() const { return impl_->service->address(); }
+Engine& Worker::engine() { return *impl_->engine; }
+bool Worker::draining() const { return impl_->engine->status().draining; }
+
+void Worker::drain(absl::Time deadline) {
+  impl_->service->drain();
+  if (!impl_->engine->wait_idle(deadline)) {
+    impl_->log->warn("drain: {} generations are cut off", impl_->engine->status().running);
+    impl_->engine->cut_off();
+  }
+  if (impl_->registration) impl_->registration->leave();
+  impl_->receiver.reset();
+  impl_->service->shutdown(absl::Now() + kLastWords);
+}
+
+}  // namespace slipstream::rollout
