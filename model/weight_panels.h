@@ -1,6 +1,6 @@
 // WeightPanels: the matrices of a set of weights once more, in the order in which products read them
-// (kernels/pack_panels). An engine that decodes few tokens at a time keeps them, for about as much memory again as the
-// matrices of the layers and the head take; results do not change by a bit.
+// (kernels/pack_panels). An engine that decodes few tokens at a time keeps them, for as much memory again as the matrices
+// it multiplies with; results do not change by a bit.
 #pragma once
 
 #include <cstdint>
@@ -13,31 +13,32 @@
 
 namespace slipstream::model {
 
-// Made as they are asked for. One thread uses it; it must not outlive the weights.
+// Panels are made as they are asked for. One thread uses an object; it must not outlive the weights it follows.
 class WeightPanels {
  public:
   // ResourceExhausted: no address space for as many bytes as the weights.
   static absl::StatusOr<WeightPanels> create(const WeightStore& weights);
 
-  // The panels of w, [N, K] or [E, N, K]: a matrix of those weights or rows of one. Packed now, unless they were since
-  // the last expire().
+  // To be called whenever the weights have changed, or others of the same model and dtype take their place: panels are
+  // made again, in the same memory, when next asked for.
+  void follow(const WeightStore& weights);
+  // The panels of w, [N, K] or [E, N, K]: a matrix of these weights, or rows of one. The same rows each time.
   Tensor of(const Tensor& w, kernels::Stream& stream);
-  // To be called whenever the weights have changed: all panels are packed again when next asked for.
-  void expire() { ++version_; }
 
   int64_t bytes() const { return arena_.used(); }
 
  private:
   struct Panels {
     Tensor panels;
-    int64_t rows = 0;      // of the matrix they were made from
+    int64_t rows = 0;  // of the matrix they were made from
     uint64_t version = 0;
   };
   explicit WeightPanels(kernels::Arena arena) : arena_(std::move(arena)) {}
 
   kernels::Arena arena_;
-  uint64_t version_ = 1;
-  std::unordered_map<const void*, Panels> panels_;  // by the matrix's first element
+  const char* base_ = nullptr;  // of the weights
+  uint64_t version_ = 0;        // counts follow()
+  std::unordered_map<int64_t, Panels> panels_;  // by the offset of a matrix from base_
 };
 
 }  // namespace slipstream::model

@@ -183,9 +183,13 @@ GemmBlock GemmBlock::part(int64_t row_begin, int64_t row_end, int64_t column_beg
 }
 
 namespace {
-constexpr int64_t kColumnsMin = 64, kColumnsMax = 512;
+// Columns of a block: whole tiles. A product of few rows has wide ones.
+constexpr int64_t kColumnsMax = 512;
+int64_t columns_unit(int64_t m) { return m <= 8 ? 64 : 32; }
 // Every block packs its columns of b again: with this many rows that is a few per cent.
 constexpr int64_t kRowsMin = 192;
+// With this many rows it costs a third: still better than a thread with nothing to do.
+constexpr int64_t kRowsAtAll = 24;
 // Blocks for each thread: the last one to finish holds up the others for a fraction of the whole only.
 constexpr int64_t kBlocksPerThread = 4;
 
@@ -195,14 +199,17 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 GemmGrid gemm_grid(int64_t m, int64_t n, int64_t k, int64_t products, int threads) {
   const int64_t useful = std::max<int64_t>(gemm_work(m, n, k) / kGemmTinyWork, 1);
   const int64_t wanted = threads == 1 ? 1 : std::min(useful, ceil_div(threads * kBlocksPerThread, products));
-  // Columns first: splitting them repeats no packing.
-  const int64_t columns = ceil_div(ceil_div(n, wanted), kColumnsMin) * kColumnsMin;
+  // Columns first: splitting them repeats no packing. A tall product is cut into rows alone, each read once.
+  const int64_t unit = columns_unit(m), column_parts = m >= wanted * kRowsMin ? 1 : wanted;
+  const int64_t columns = ceil_div(ceil_div(n, column_parts), unit) * unit;
   GemmGrid grid{.rows = m,
-                .columns = std::clamp(columns, kColumnsMin, kColumnsMax),
+                .columns = std::clamp(columns, unit, kColumnsMax),
                 .row_blocks = 1,
                 .column_blocks = 1};
   grid.column_blocks = ceil_div(n, grid.columns);
-  const int64_t row_blocks = std::min(ceil_div(wanted, grid.column_blocks), m / kRowsMin);
+  const int64_t blocks = grid.column_blocks * products, busy = std::min<int64_t>(threads, wanted * products);
+  const int64_t row_blocks = std::max(std::min(ceil_div(wanted, grid.column_blocks), m / kRowsMin),
+                                      blocks < busy ? std::min(ceil_div(busy, blocks), m / kRowsAtAll) : 1);
   if (row_blocks > 1) {
     grid.rows = ceil_div(m, row_blocks);
     grid.row_blocks = ceil_div(m, grid.rows);
