@@ -111,6 +111,12 @@ std::optional<EpisodePlan> Ledger::next(std::stop_token stop) {
   return std::nullopt;
 }
 
+std::optional<EpisodePlan> Ledger::try_next() {
+  const absl::MutexLock lock(&mutex_);
+  absl::Time retry;
+  return stopped_ ? std::nullopt : take_plan(&retry);
+}
+
 std::optional<EpisodePlan> Ledger::take_plan(absl::Time* retry) {
   if (!schedule_.complete()) return std::nullopt;
   if (std::optional<EpisodePlan> demonstration = demonstrations_.next()) return demonstration;

@@ -45,6 +45,7 @@ class Ledger : public EpisodeSource {
   // EpisodeSource. finish(): when the log could not be written the episode is still running: finish it again, or cancel it.
   // An id that was settled and forgotten is answered with offset 0.
   std::optional<EpisodePlan> next(std::stop_token stop) override;
+  std::optional<EpisodePlan> try_next();  // what next() would return at once
   void finish(const EpisodePlan& plan, v1::Trajectory trajectory,
               std::function<void(absl::StatusOr<uint64_t>)> done) override;
   void cancel(const EpisodePlan& plan) override;
@@ -129,6 +130,7 @@ class Ledger : public EpisodeSource {
   // ledger_replay.cc
   absl::Status replay(RecordType type, std::string_view payload, TrajectoryLog::Position position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool ended_before_replay(uint64_t group_number) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status replay_group(v1::LogGroup info, uint32_t segment) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status replay_trajectory(const v1::LogTrajectory& record, TrajectoryLog::Position position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -203,6 +205,8 @@ class Ledger : public EpisodeSource {
   int64_t running_ ABSL_GUARDED_BY(mutex_) = 0;
   v1::Counts counts_ ABSL_GUARDED_BY(mutex_);          // produced, trained, dropped
   std::vector<Record> owed_ ABSL_GUARDED_BY(mutex_);   // records a full disk did not take; next append takes them along
+
+  v1::LogSnapshot replay_base_ ABSL_GUARDED_BY(mutex_);  // what the oldest segment of the log begins with
 
   int64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   bool greeted_ ABSL_GUARDED_BY(mutex_) = false;       // the Hello of this incarnation is on disk

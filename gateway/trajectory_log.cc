@@ -98,7 +98,13 @@ absl::Status apply(RecordType type, std::string_view payload, v1::LogSnapshot* s
     case RecordType::kGroup: {
       v1::LogGroup group;
       RETURN_IF_ERROR(parse(&group));
-      state->set_next_group_number(std::max(state->next_group_number(), group.group_number() + 1));
+      auto* unopened = state->mutable_unopened_groups();
+      if (group.group_number() < state->next_group_number()) {
+        unopened->erase(std::remove(unopened->begin(), unopened->end(), group.group_number()), unopened->end());
+        return absl::OkStatus();
+      }
+      for (uint64_t n = state->next_group_number(); n < group.group_number(); ++n) unopened->Add(n);
+      state->set_next_group_number(group.group_number() + 1);
       return absl::OkStatus();
     }
     case RecordType::kTrajectory: state->set_produced(state->produced() + 1); return absl::OkStatus();
@@ -271,7 +277,7 @@ absl::Status TrajectoryLog::replay_segment(uint32_t segment, bool first, bool la
       const absl::MutexLock lock(&mutex_);
       status = apply(type, payload, &state_);
     }
-    if (status.ok() && size_ > 0) status = visitor(type, payload, uint64_t{segment} << 32 | static_cast<uint64_t>(size_));
+    if (status.ok() && (size_ > 0 || first)) status = visitor(type, payload, uint64_t{segment} << 32 | static_cast<uint64_t>(size_));
     if (!status.ok()) {
       return absl::DataLossError(absl::StrCat(path(segment), ": offset ", size_, ": ", std::string(status.message())));
     }

@@ -1,4 +1,5 @@
-// A binary adaptive range coder (Martin 1979; carry handling as in LZMA): a likely bit costs a small part of a bit.
+// A binary adaptive range coder (Martin 1979; carry handling as in LZMA): a likely bit costs a small part of
+// a bit.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +45,8 @@ class RangeEncoder {
   }
   std::string finish() {
     for (int i = 0; i < 5; ++i) shift();
-    // Zeros at the end need not be written: the decoder reads zeros after its input. One byte stays: empty means nothing.
+    // Zeros at the end need not be written: the decoder reads zeros after its input. One byte stays: empty
+    // means nothing.
     while (out_.size() > 1 && out_.back() == '\0') out_.pop_back();
     return std::move(out_);
   }
