@@ -1,10 +1,10 @@
 // slipstream report runs/ID: one self-contained HTML page about a run.
+#include "cli/report.h"
+
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <memory>
-
-#include "cli/report.h"
 
 #include "cli/commands.h"
 #include "cli/report_data.h"
@@ -20,23 +20,23 @@ struct Flags {
 
 absl::Status report(const Flags& flags) {
   const std::string path = flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
-  RETURN_IF_ERROR(write_report(flags.run, path));
-  std::printf("%s\n", path.c_str());
+  ASSIGN_OR_RETURN(const size_t steps, write_report(flags.run, path));
+  std::printf("%s: %zu steps\n", path.c_str(), steps);
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::Status write_report(const std::string& run_directory, const std::string& out) {
+absl::StatusOr<size_t> write_report(const std::string& run_directory, const std::string& path) {
   ASSIGN_OR_RETURN(const RunData run, load_run(run_directory));
-  const std::string temporary = out + ".tmp";  // nobody sees half a page
+  const std::string temporary = path + ".tmp";  // nobody sees half a page
   std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
   file << render_page(run);
   file.close();
   std::error_code error;
-  if (file) std::filesystem::rename(temporary, out, error);
-  if (!file || error) return absl::PermissionDeniedError(absl::StrCat(out, ": cannot be written"));
-  return absl::OkStatus();
+  if (file) std::filesystem::rename(temporary, path, error);
+  if (!file || error) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
+  return run.steps.size();
 }
 
 Run add_report(CLI::App& app) {

@@ -1,4 +1,4 @@
-// The report: one self-contained HTML page about a run.
+// The page about a run, for the command and for the end of `slipstream run`.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace slipstream::cli {
 
-// Reads a run's directory (runs/<id>) and writes the page to `out`, whole or not at all. NotFound: names the directory.
-// PermissionDenied: `out` cannot be written. What the run has not written yet, or only half, leaves a gap in the page.
-absl::Status write_report(const std::string& run_directory, const std::string& out);
+// Writes one self-contained HTML file about the run and returns how many steps it shows. NotFound: the directory, named.
+// PermissionDenied: the page cannot be written.
+absl::StatusOr<size_t> write_report(const std::string& run_directory, const std::string& path);
 
 }  // namespace slipstream::cli

@@ -64,7 +64,7 @@ absl::Status run(const JobFlags& flags) {
   RETURN_IF_ERROR(status);
   if (signals.token().stop_requested()) return absl::OkStatus();
   const std::string page = directory + "/report.html";
-  RETURN_IF_ERROR(write_report(directory, page));
+  RETURN_IF_ERROR(write_report(directory, page).status());
   print_summary(rewards, page);
   return absl::OkStatus();
 }

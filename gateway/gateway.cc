@@ -1,6 +1,6 @@
 #include "gateway/gateway.h"
 
-#include <grpcpp/impl/codegen/service_type.h>
+#include <grpcpp/impl/service_type.h>
 
 #include <map>
 #include <utility>
@@ -94,6 +94,7 @@ v1::Activity Gateway::Parts::activity() const {
   v1::Activity out;
   (*out.mutable_idle_seconds())["rollout"] = pool.idle_seconds();
   out.set_generated_tokens(pool.generated_tokens());
+  for (auto& [task, total] : ledger->rewards()) (*out.mutable_rewards())[task] = total;
   out.set_environment_seconds(orchestrator->environment_seconds());
   out.set_engine_seconds(orchestrator->engine_seconds() + sessions->engine_seconds());
   return out;

@@ -5,7 +5,7 @@
 #include <random>
 #include <set>
 
-#include "gateway/ledger_testing.h"
+#include "gateway/testing/test_gateway.h"
 
 namespace slipstream::gateway {
 namespace {
@@ -58,8 +58,14 @@ std::vector<std::string> synchronous_run(const GatewayOptions& options, uint64_t
     }
     const v1::Batch got = testing::get(batch);
     batches.push_back(testing::bytes(got));
-    if (random() % 4 == 0) gateway.reopen();
-    if (random() % 2 == 0) gateway.commit(1, step, testing::ids(got));  // else with the next Hello, or never
+    if (random() % 4 == 0) {
+      running.clear();  // their episodes die with the gateway, and are planned again
+      gateway.reopen();
+    }
+    if (random() % 2 == 0) gateway.commit(1, step, testing::ids(got));
+    if ((step + 1) % options.publish_every == 0) {
+      EXPECT_TRUE(gateway.take_all().empty()) << "the episodes of the next step need its version";
+    }
     if (::testing::Test::HasFailure()) break;
   }
   return batches;
@@ -73,7 +79,7 @@ TEST(LedgerProperty, SynchronousBatchesDoNotDependOnTheOrderOfEnds) {
                        .overlong = Overlong::kMask}}) {
     const std::vector<std::string> expected = synchronous_run(options, 0, 12);
     ASSERT_EQ(expected.size(), 12u);
-    for (uint64_t order = 1; order < 6; ++order) {
+    for (uint64_t order = 1; order < 5; ++order) {
       const std::vector<std::string> got = synchronous_run(options, order, 12);
       ASSERT_EQ(got.size(), 12u);
       for (size_t i = 0; i < 12; ++i) ASSERT_EQ(got[i], expected[i]) << "order " << order << ", step " << i;
@@ -131,7 +137,8 @@ class World {
     ASSERT_TRUE(offset.ok()) << offset.status();
     acknowledged_.insert(plan.rollout_id);
     if (random_() % 10 == 0) {
-      EXPECT_EQ(*gateway_.finish(plan, 9, v1::FINISH_REASON_STOP, version), *offset);
+      const absl::StatusOr<uint64_t> again = gateway_.finish(plan, 9, v1::FINISH_REASON_STOP, version);
+      EXPECT_TRUE(again.ok() && (*again == *offset || *again == 0)) << "0: the group was dropped at once and is forgotten";
     }
   }
 
@@ -185,7 +192,7 @@ class World {
     const v1::Counts after = gateway_.ledger().counts();
     EXPECT_EQ(after.produced(), before.produced());
     EXPECT_EQ(after.trained(), before.trained());
-    EXPECT_EQ(dropped(after), dropped(before));
+    EXPECT_GE(dropped(after), dropped(before));  // it looks at every group, also those behind the last batch
   }
 
   void check_counts() {
@@ -236,7 +243,7 @@ TEST(LedgerProperty, NothingIsLostAndNothingIsTrainedTwice) {
     for (int run = 0; run < 3; ++run) {
       SCOPED_TRACE(absl::StrCat("seed ", ++seed));
       World world(options, seed);
-      world.run(1500);
+      world.run(1200);
       if (::testing::Test::HasFailure()) return;
       EXPECT_GT(world.steps(), 5);
       EXPECT_GT(world.gateway_restarts(), 10);

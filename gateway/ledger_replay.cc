@@ -164,6 +164,7 @@ absl::Status Ledger::finish_replay() {
   step_ = state.step();
   policy_version_ = state.policy_version();
   first_step_at_version_ = state.first_step_at_version();
+  for (const auto& [step, size] : state.delivered_at_version()) delivered_sizes_[step] = size;
   uint64_t dropped = 0;
   for (const auto& [reason, count] : counts_.dropped()) dropped += count;
   if (counts_.produced() != counts_.trained() + dropped + queued_ids_.size()) {

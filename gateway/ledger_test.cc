@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <future>
 
-#include "gateway/ledger_testing.h"
+#include "gateway/testing/test_gateway.h"
 #include "gtest/gtest.h"
 
 namespace slipstream::gateway {

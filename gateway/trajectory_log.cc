@@ -85,6 +85,18 @@ std::optional<bool> has_record_after(std::string_view data, int64_t offset) {
   return false;
 }
 
+void count_delivered(const v1::LogDelivered& delivered, v1::LogSnapshot* state) {
+  constexpr int64_t kStepsMax = 4096;
+  const int64_t oldest = std::max(state->first_step_at_version(), delivered.step() - kStepsMax + 1);
+  auto* sizes = state->mutable_delivered_at_version();
+  for (auto entry = sizes->begin(); entry != sizes->end();) {
+    // Later steps: of an earlier life of the learner, which is at them again.
+    const bool gone = entry->first < oldest || entry->first > delivered.step();
+    entry = gone ? sizes->erase(entry) : std::next(entry);
+  }
+  (*sizes)[delivered.step()] = delivered.trajectories();
+}
+
 }  // namespace
 
 absl::Status apply(RecordType type, std::string_view payload, v1::LogSnapshot* state) {
@@ -128,6 +140,7 @@ absl::Status apply(RecordType type, std::string_view payload, v1::LogSnapshot* s
       state->set_rollouts_begun(true);
       state->set_step(delivered.step());
       state->set_policy_version(delivered.policy_version());
+      count_delivered(delivered, state);
       return absl::OkStatus();
     }
     case RecordType::kLearner: {

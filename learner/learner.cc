@@ -30,7 +30,7 @@ class Timer {
 };
 
 constexpr size_t kProbabilityWindow = 5;  // warm-up steps whose demonstration probabilities are averaged
-constexpr int kHellosMax = 16;            // times one request may find a gateway that does not know us
+constexpr int kHellosMax = 8;             // times one request may find a gateway that does not know us
 
 // The first byte of what rank 0 tells the others; payload follows.
 enum class Command : char { kBatch = 'B', kPublished = 'P', kCommitted = 'C', kEnd = 'E' };
@@ -138,6 +138,7 @@ absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
 
 absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
   RETURN_IF_ERROR(say_hello(stop));
+  forget_consumed();  // this incarnation is new: the Hello was read, its last commit with it
   while (!finished()) {
     const absl::Status status = one_step(stop, observers);
     if (absl::IsCancelled(status) && stop.stop_requested()) return stop_here();
@@ -174,19 +175,18 @@ absl::Status Learner::say_hello(std::stop_token stop) {
   hello.set_policy_version(state_.policy_version);
   *hello.mutable_last_commit() = state_.commit;
   hello.mutable_last_commit()->set_incarnation(state_.incarnation);
-  RETURN_IF_ERROR(source_->hello(hello, stop));
-  forget_consumed();
-  return absl::OkStatus();
+  return source_->hello(hello, stop);
 }
 
-// Runs a request; a gateway that restarted meanwhile is greeted first, with everything trained so far made durable, so that it
-// does not deliver it again.
+// Runs a request. A gateway that forgot us is greeted first, with everything trained so far made durable, so that it does not
+// deliver it again. It may know us all the same and leave the Hello unread, so the next commit says it once more.
 absl::Status Learner::ask(std::stop_token stop, absl::FunctionRef<absl::Status()> request) {
   absl::Status status;
   for (int hellos = 0; hellos <= kHellosMax; ++hellos) {
     status = request();
+    if (absl::IsFailedPrecondition(status)) status = request();  // the first refusal may answer an earlier, repeated request
     if (!absl::IsFailedPrecondition(status)) return status;
-    log_->info("the gateway restarted: {}", std::string(status.message()));
+    log_->info("saying Hello again: {}", std::string(status.message()));
     double unused = 0.0;
     if (!consumed_.empty() && durable_step_ != state_.step) RETURN_IF_ERROR(publish(&unused, &unused));
     RETURN_IF_ERROR(say_hello(stop));

@@ -11,6 +11,7 @@ using kernels::Tensor;
 
 // Address space only; memory is what micro_batch_tokens makes of it.
 constexpr int64_t kArenaBytes = int64_t{1} << 38;
+constexpr int64_t kBucket = 1 << 22;  // gradient elements summed at a time
 
 // Rows of `from` [T, H] into to [R, H].
 void gather_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to, kernels::Stream& stream) {
@@ -147,6 +148,31 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
   return absl::OkStatus();
 }
 
+// Many small tensors in one sum: a collective costs more than its copy.
+void Trainer::share_gradients() {
+  if (group_.size() == 1) return;
+  std::vector<float> bucket;
+  std::vector<Tensor> inside;
+  const auto flush = [&] {
+    if (inside.empty()) return;
+    group_.all_reduce_sum(Tensor(bucket.data(), kernels::DType::kF32, {static_cast<int64_t>(bucket.size())}), stream_);
+    const float* at = bucket.data();
+    for (const Tensor& tensor : inside) {
+      std::copy_n(at, tensor.numel(), tensor.f32());
+      at += tensor.numel();
+    }
+    bucket.clear();
+    inside.clear();
+  };
+  for (const model::WeightStore::Entry& entry : gradients_.entries()) {
+    if (!is_trained(entry)) continue;
+    bucket.insert(bucket.end(), entry.tensor.f32(), entry.tensor.f32() + entry.tensor.numel());
+    inside.push_back(entry.tensor);
+    if (static_cast<int64_t>(bucket.size()) >= kBucket) flush();
+  }
+  flush();
+}
+
 // Every column is filled on one rank and empty on the others; adding zeros changes no bit.
 void Trainer::share_columns(std::vector<std::vector<float>>& columns) {
   if (group_.size() == 1) return;
@@ -212,9 +238,7 @@ absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& ba
   if (group_.all_reduce_max(status.ok() ? 0 : 1) != 0) {  // before anybody waits for a sum that will not come
     return status.ok() ? absl::InternalError("another rank failed in this step; its log says why") : status;
   }
-  for (const model::WeightStore::Entry& entry : gradients_.entries()) {
-    if (is_trained(entry)) group_.all_reduce_sum(entry.tensor, stream_);
-  }
+  share_gradients();
   share_columns(out.learner_logprob);
   share_columns(out.entropy);
   if (!expert_counts_.empty()) {

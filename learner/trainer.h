@@ -70,6 +70,7 @@ class Trainer {
                                const std::vector<double>& scales, GradientResult& out);
   void score_sample(const TrainingBatch& batch, int64_t sample, Objective objective, GradientResult& out) const;
   void count_experts(const model::SavedForward& saved);
+  void share_gradients();
   void share_columns(std::vector<std::vector<float>>& columns);
   void summarize(const TrainingBatch& batch, Objective objective, const std::vector<double>& scales, GradientResult& out);
 

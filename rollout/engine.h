@@ -29,7 +29,7 @@ struct EngineConfig {
   int64_t waiting_max = 1024;        // requests beyond those
   int64_t step_tokens_max = 512;     // rows of a forward pass, >= max_running
   int64_t cache_tokens = 65536;      // rows of the cache, over all sequences
-  int64_t prefix_sessions_max = 64;  // sequences kept for the next request of their session
+  int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
 };
 

@@ -38,6 +38,7 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read("waiting_max", &c.engine.waiting_max, 0, 1'000'000);
   rollout.read("step_tokens_max", &c.engine.step_tokens_max, 1, 1 << 20);
   rollout.read("cache_tokens", &c.engine.cache_tokens, 2, int64_t{1} << 32);
+  c.engine.prefix_sessions_max = c.engine.max_running;  // as many sessions between turns as in them
   rollout.read("prefix_sessions_max", &c.engine.prefix_sessions_max, 0, 1'000'000);
   rollout.read_choice("on_update", &c.engine.on_update,
                       {{"recompute", OnUpdate::kRecompute}, {"keep", OnUpdate::kKeep}});

@@ -86,10 +86,7 @@ std::vector<v1::GatewayMessage> FakeGateway::answer(const v1::LearnerMessage& me
 }
 
 void FakeGateway::record(const v1::Commit& commit) {
-  for (const std::string& id : commit.trained_rollout_ids()) {
-    const auto [found, added] = trained_.emplace(id, commit.step());
-    if (!added && found->second != commit.step()) ++twice_;
-  }
+  trained_.insert(commit.trained_rollout_ids().begin(), commit.trained_rollout_ids().end());
   for (const auto& [reason, ids] : commit.dropped()) {
     for (const std::string& id : ids.rollout_ids()) dropped_[id] = reason;
   }
@@ -147,17 +144,11 @@ v1::Counts FakeGateway::counts() const {
 
 std::set<std::string> FakeGateway::trained() const {
   const absl::MutexLock lock(&mutex_);
-  std::set<std::string> out;
-  for (const auto& [id, step] : trained_) out.insert(id);
-  return out;
+  return trained_;
 }
 std::map<std::string, std::string> FakeGateway::dropped() const {
   const absl::MutexLock lock(&mutex_);
   return dropped_;
-}
-int FakeGateway::trained_twice() const {
-  const absl::MutexLock lock(&mutex_);
-  return twice_;
 }
 std::vector<v1::Hello> FakeGateway::hellos() const {
   const absl::MutexLock lock(&mutex_);

@@ -39,9 +39,8 @@ class FakeGateway {
   // Sends bytes that are no message to whoever spoke last.
   void send_garbage();
 
-  std::set<std::string> trained() const;             // ids of all commits
+  std::set<std::string> trained() const;               // ids of all commits
   std::map<std::string, std::string> dropped() const;  // id -> reason
-  int trained_twice() const;                         // ids that two different steps' commits named
   std::vector<v1::Hello> hellos() const;
   std::vector<v1::Commit> commits() const;
   std::vector<v1::BatchRequest> requests() const;    // repeated ones included
@@ -60,14 +59,13 @@ class FakeGateway {
   std::atomic<bool> garbage_ = false;
   mutable absl::Mutex mutex_;
   // On disk.
-  std::map<std::string, int64_t> trained_ ABSL_GUARDED_BY(mutex_);  // id -> step of its commit
+  std::set<std::string> trained_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::string> dropped_ ABSL_GUARDED_BY(mutex_);
   std::set<uint64_t> done_groups_ ABSL_GUARDED_BY(mutex_);
   // In memory.
   int64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<int64_t, std::vector<uint64_t>> delivered_ ABSL_GUARDED_BY(mutex_);  // step -> group numbers
   // Records.
-  int twice_ ABSL_GUARDED_BY(mutex_) = 0;
   bool final_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<v1::Hello> hellos_ ABSL_GUARDED_BY(mutex_);
   std::vector<v1::Commit> commits_ ABSL_GUARDED_BY(mutex_);

@@ -462,6 +462,7 @@ TEST(WorkerConfigTest, ReadsItsSections) {
   EXPECT_EQ(config.engine.worker_id, "w");
   EXPECT_EQ(config.engine.on_update, OnUpdate::kKeep);
   EXPECT_EQ(config.engine.cache_tokens, 640);
+  EXPECT_EQ(config.engine.prefix_sessions_max, 8);
   ConfigNode bad = *ConfigNode::parse("rollout: {max_running: 100, step_tokens_max: 99}\n", "job.yaml");
   Worker::Config::from(bad);
   EXPECT_EQ(bad.finish().code(), absl::StatusCode::kInvalidArgument);
