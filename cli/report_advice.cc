@@ -17,6 +17,22 @@ double sum_of(const std::vector<double>& values, size_t begin, size_t end) {
   return sum;
 }
 
+// Workers report with their heartbeats, every few steps: what arrives at once happened over the seconds before.
+std::vector<double> spread(std::vector<double> amounts, const std::vector<double>& seconds) {
+  constexpr double kReportedWithin = 4;  // seconds: two heartbeats
+  size_t first = 0;  // of the steps that nothing arrived in
+  for (size_t i = 0; i < amounts.size(); ++i) {
+    if (!(amounts[i] > 0)) continue;
+    double wall = seconds[i];
+    size_t from = i;
+    while (from > first && wall + seconds[from - 1] <= kReportedWithin && amounts[from - 1] == 0) wall += seconds[--from];
+    const double per_second = wall > 0 ? amounts[i] / wall : 0;
+    for (size_t j = from; wall > 0 && j <= i; ++j) amounts[j] = per_second * seconds[j];
+    first = i + 1;
+  }
+  return amounts;
+}
+
 double last_of(const std::vector<double>& values) {
   for (size_t i = values.size(); i-- > 0;) {
     if (std::isfinite(values[i])) return values[i];
@@ -123,7 +139,8 @@ size_t tail_begin(const RunData& run) {
 }
 
 WaitShares wait_shares(const RunData& run, size_t begin, size_t end) {
-  const double wall = sum_of(step_seconds(run), begin, end);
+  const std::vector<double> seconds = step_seconds(run);
+  const double wall = sum_of(seconds, begin, end);
   const auto share = [&](const std::vector<double>& values) {
     return wall > 0 ? std::clamp(sum_of(values, begin, end) / wall, 0.0, 1.0) : std::nan("");
   };
@@ -131,8 +148,8 @@ WaitShares wait_shares(const RunData& run, size_t begin, size_t end) {
           .train = share(run.column("train_seconds")),
           .checkpoint = share(run.column("checkpoint_seconds")),
           .publish = share(run.column("publish_seconds")),
-          .rollout_idle = share(RunData::increments(run.column("idle_seconds/rollout"))),
-          .gateway_idle = share(RunData::increments(run.column("idle_seconds/gateway")))};
+          .rollout_idle = share(spread(RunData::increments(run.column("idle_seconds/rollout")), seconds)),
+          .gateway_idle = share(spread(RunData::increments(run.column("idle_seconds/gateway")), seconds))};
 }
 
 std::vector<Advice> advise(const RunData& run) {
