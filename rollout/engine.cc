@@ -52,6 +52,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
   out->scheduler_ = std::make_unique<Scheduler>(limits, engine.on_update, *out->cache_);
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(kArenaBytes));
   out->arena_ = std::make_unique<kernels::Arena>(std::move(arena));
+  if (engine.weight_panels) {
+    ASSIGN_OR_RETURN(out->panels_, model::WeightPanels::create(*out->weights_));
+  }
   out->publish_status();
   out->thread_ = std::jthread([raw = out.get()] { raw->run(); });
   return out;
@@ -243,6 +246,7 @@ void Engine::swap_weights(Weights weights, int32_t policy_version, absl::Time si
   }
   CHECK(weights->dtype() == weights_->dtype() && weights->entries().size() == weights_->entries().size());
   weights_ = std::move(weights);
+  if (panels_) panels_->follow(*weights_);
   policy_version_ = policy_version;
   scheduler_->weights_changed();
   const double seconds = absl::ToDoubleSeconds(absl::Now() - since);
@@ -284,7 +288,7 @@ void Engine::step(const std::vector<Piece>& pieces) {
   const absl::StatusOr<model::PreparedBatch> prepared =
       model::prepare_batch(model_config_, batch, cache_.get(), *arena_, *stream_);
   CHECK_OK(prepared.status());  // requests were checked, room was reserved
-  model::Step step{*stream_, *arena_, *prepared};
+  model::Step step{*stream_, *arena_, *prepared, panels_ ? &*panels_ : nullptr};
   model::Choices choices;
   const Tensor hidden = model_->forward(weights_->tensors(), step, nullptr,
                                         {.replay = nullptr, .capture = capture ? &choices : nullptr});

@@ -5,6 +5,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_set>
@@ -31,6 +32,7 @@ struct EngineConfig {
   int64_t cache_tokens = 65536;      // rows of the cache, over all sequences
   int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
+  bool weight_panels = true;  // a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
 };
 
 struct EngineStatus {
@@ -115,6 +117,7 @@ class Engine {
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<kernels::Arena> arena_;
   Weights weights_;
+  std::optional<model::WeightPanels> panels_;  // of weights_
   int32_t policy_version_ = 0;
   int64_t generated_tokens_ = 0;
   double idle_seconds_ = 0.0;
