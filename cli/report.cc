@@ -19,7 +19,8 @@ struct Flags {
 };
 
 absl::Status report(const Flags& flags) {
-  const std::string path = flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
+  const std::string path =
+      flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
   ASSIGN_OR_RETURN(const size_t steps, write_report(flags.run, path));
   std::printf("%s: %zu steps\n", path.c_str(), steps);
   return absl::OkStatus();
