@@ -19,7 +19,8 @@ struct Flags {
 };
 
 absl::Status report(const Flags& flags) {
-  const std::string path = flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
+  const std::string path =
+      flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
   ASSIGN_OR_RETURN(const size_t steps, write_report(flags.run, path));
   std::printf("%s: %zu steps\n", path.c_str(), steps);
   return absl::OkStatus();
@@ -29,10 +30,13 @@ absl::Status report(const Flags& flags) {
 
 absl::StatusOr<size_t> write_report(const std::string& run_directory, const std::string& path) {
   ASSIGN_OR_RETURN(const RunData run, load_run(run_directory));
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  const std::string temporary = path + ".tmp";  // nobody sees half a page
+  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
   file << render_page(run);
   file.close();
-  if (!file) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
+  std::error_code error;
+  if (file) std::filesystem::rename(temporary, path, error);
+  if (!file || error) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
   return run.steps.size();
 }
 

@@ -11,13 +11,16 @@
 namespace slipstream::cli {
 namespace {
 
-constexpr double kWidth = 600, kHeight = 210, kLeft = 52, kRight = 12, kTop = 10, kBottom = 26;  // of a line chart
+constexpr double kWidth = 600, kHeight = 210, kLeft = 52, kRight = 12, kTop = 10,
+                 kBottom = 26;      // of a line chart
 constexpr size_t kPointsMax = 300;  // a series is averaged down to this many
 constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
 
 std::string coordinate(double value) { return absl::StrFormat("%.1f", value); }
 
-std::string in_unit(double value, Unit unit) { return unit == Unit::kPercent ? percent(value) : short_number(value); }
+std::string in_unit(double value, Unit unit) {
+  return unit == Unit::kPercent ? percent(value) : short_number(value);
+}
 
 // 1, 2 or 5 times a power of ten, so that about four steps cover `span`.
 double tick_step(double span) {
@@ -61,14 +64,16 @@ std::vector<double> thinned(const Series& series, size_t per_point) {
 }
 
 // A line through what is not missing; a value between two gaps is a dot.
-std::string path_of(const std::vector<double>& xs, const std::vector<double>& ys, const std::string& classes) {
+std::string path_of(const std::vector<double>& xs, const std::vector<double>& ys,
+                    const std::string& classes) {
   std::string path, dots;
   for (size_t i = 0; i < xs.size(); ++i) {
     if (!std::isfinite(ys[i])) continue;
-    const bool before = i > 0 && std::isfinite(ys[i - 1]), after = i + 1 < xs.size() && std::isfinite(ys[i + 1]);
+    const bool before = i > 0 && std::isfinite(ys[i - 1]),
+               after = i + 1 < xs.size() && std::isfinite(ys[i + 1]);
     if (!before && !after) {
-      absl::StrAppend(&dots, "<circle class=\"dot ", classes, "\" cx=\"", coordinate(xs[i]), "\" cy=\"", coordinate(ys[i]),
-                      "\" r=\"1.8\"/>");
+      absl::StrAppend(&dots, "<circle class=\"dot ", classes, "\" cx=\"", coordinate(xs[i]), "\" cy=\"",
+                      coordinate(ys[i]), "\" r=\"1.8\"/>");
     } else {
       absl::StrAppend(&path, before ? "L" : "M", coordinate(xs[i]), " ", coordinate(ys[i]));
     }
@@ -85,8 +90,8 @@ std::string legend(const std::vector<std::string>& names, const std::vector<std:
 }
 
 std::string text(double x, double y, const char* anchor, const std::string& content) {
-  return absl::StrCat("<text x=\"", coordinate(x), "\" y=\"", coordinate(y), "\" text-anchor=\"", anchor, "\">", content,
-                      "</text>");
+  return absl::StrCat("<text x=\"", coordinate(x), "\" y=\"", coordinate(y), "\" text-anchor=\"", anchor,
+                      "\">", content, "</text>");
 }
 
 std::string colour_of(size_t index) { return absl::StrCat("c", 1 + index % 6); }
@@ -124,7 +129,10 @@ std::string short_number(double value) {
 std::string percent(double share) {
   if (!std::isfinite(share)) return "-";
   const double value = 100 * share;
-  return absl::StrFormat(std::abs(value) >= 10 || value == 0 ? "%.0f %%" : std::abs(value) >= 0.1 ? "%.1f %%" : "%.2g %%", value);
+  return absl::StrFormat(std::abs(value) >= 10 || value == 0 ? "%.0f %%"
+                         : std::abs(value) >= 0.1            ? "%.1f %%"
+                                                             : "%.2g %%",
+                         value);
 }
 
 std::string duration(double seconds) {
@@ -139,12 +147,25 @@ std::string escape(std::string_view raw) {
   std::string out;
   for (const char c : valid_utf8(raw)) {
     switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      case '\'': out += "&#39;"; break;
-      case '\n': case '\t': out += c; break;
+      case '&':
+        out += "&amp;";
+        break;
+      case '<':
+        out += "&lt;";
+        break;
+      case '>':
+        out += "&gt;";
+        break;
+      case '"':
+        out += "&quot;";
+        break;
+      case '\'':
+        out += "&#39;";
+        break;
+      case '\n':
+      case '\t':
+        out += c;
+        break;
       default:
         if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
           out += absl::StrFormat("\\x%02x", static_cast<unsigned char>(c));
@@ -165,7 +186,8 @@ std::string render(const LineChart& chart, const std::vector<int64_t>& steps, co
   if (!any) return empty_chart(chart.title, chart.explanation);
 
   const size_t per_point = (steps.size() + kPointsMax - 1) / kPointsMax;
-  const double first = static_cast<double>(steps.front()), span = std::max(1.0, static_cast<double>(steps.back()) - first);
+  const double first = static_cast<double>(steps.front()),
+               span = std::max(1.0, static_cast<double>(steps.back()) - first);
   const auto x_of = [&](double step) { return kLeft + (step - first) / span * (kWidth - kLeft - kRight); };
   std::vector<Series> series = chart.series;
   for (Series& one : series) one.y = thinned(one, per_point);
@@ -174,23 +196,28 @@ std::string render(const LineChart& chart, const std::vector<int64_t>& steps, co
     return kTop + (axis.high - y) / (axis.high - axis.low) * (kHeight - kTop - kBottom);
   };
 
-  std::string svg = absl::StrCat("<svg viewBox=\"0 0 ", kWidth, " ", kHeight, "\" role=\"img\" aria-label=\"", escape(chart.title),
-                                 "\" data-hover=\"", hover->size(), "\">");
+  std::string svg = absl::StrCat("<svg viewBox=\"0 0 ", kWidth, " ", kHeight, "\" role=\"img\" aria-label=\"",
+                                 escape(chart.title), "\" data-hover=\"", hover->size(), "\">");
   const auto rl = static_cast<size_t>(std::find(warmup.begin(), warmup.end(), false) - warmup.begin());
   if (rl > 0) {
-    const double end = rl < steps.size() ? x_of((static_cast<double>(steps[rl - 1] + steps[rl])) / 2) : kWidth - kRight;
-    absl::StrAppend(&svg, "<rect class=\"warmup\" x=\"", coordinate(kLeft), "\" y=\"", coordinate(kTop), "\" width=\"",
-                    coordinate(end - kLeft), "\" height=\"", coordinate(kHeight - kTop - kBottom), "\"/>");
+    const double end =
+        rl < steps.size() ? x_of((static_cast<double>(steps[rl - 1] + steps[rl])) / 2) : kWidth - kRight;
+    absl::StrAppend(&svg, "<rect class=\"warmup\" x=\"", coordinate(kLeft), "\" y=\"", coordinate(kTop),
+                    "\" width=\"", coordinate(end - kLeft), "\" height=\"",
+                    coordinate(kHeight - kTop - kBottom), "\"/>");
     if (end - kLeft > 54) svg += text(kLeft + 5, kTop + 13, "start", "warm-up");
   }
   for (int i = 0; axis.low + i * axis.step <= axis.high + axis.step / 2; ++i) {
     const double value = axis.low + i * axis.step, shown = std::abs(value) < axis.step / 1e6 ? 0 : value;
     absl::StrAppend(&svg, "<path class=\"grid\" d=\"M", coordinate(kLeft), " ", coordinate(y_of(value)), "H",
-                    coordinate(kWidth - kRight), "\"/>", text(kLeft - 7, y_of(value) + 4, "end", in_unit(shown, chart.unit)));
+                    coordinate(kWidth - kRight), "\"/>",
+                    text(kLeft - 7, y_of(value) + 4, "end", in_unit(shown, chart.unit)));
   }
   const double x_step = std::max(1.0, tick_step(span));
-  for (double tick = std::ceil((first + 0.04 * span) / x_step) * x_step; tick <= first + span + 1e-9; tick += x_step) {
-    svg += text(x_of(tick), kHeight - 8, tick > first + 0.97 * span ? "end" : "middle", absl::StrFormat("%.0f", tick));
+  for (double tick = std::ceil((first + 0.04 * span) / x_step) * x_step; tick <= first + span + 1e-9;
+       tick += x_step) {
+    svg += text(x_of(tick), kHeight - 8, tick > first + 0.97 * span ? "end" : "middle",
+                absl::StrFormat("%.0f", tick));
   }
   svg += text(kLeft - 7, kHeight - 8, "end", "step");
   std::vector<double> xs, shown_steps;
@@ -199,8 +226,13 @@ std::string render(const LineChart& chart, const std::vector<int64_t>& steps, co
     shown_steps.push_back(static_cast<double>(steps[i] + steps[last]) / 2);
     xs.push_back(x_of(shown_steps.back()));
   }
-  nlohmann::json data = {{"x", nlohmann::json::array()}, {"steps", nlohmann::json::array()}, {"series", nlohmann::json::array()},
-                         {"left", kLeft}, {"width", kWidth}, {"top", kTop}, {"bottom", kHeight - kBottom}};
+  nlohmann::json data = {{"x", nlohmann::json::array()},
+                         {"steps", nlohmann::json::array()},
+                         {"series", nlohmann::json::array()},
+                         {"left", kLeft},
+                         {"width", kWidth},
+                         {"top", kTop},
+                         {"bottom", kHeight - kBottom}};
   for (size_t i = 0; i < xs.size(); ++i) {
     data["x"].push_back(std::round(xs[i] * 10) / 10);
     data["steps"].push_back(std::llround(shown_steps[i]));
@@ -222,7 +254,8 @@ std::string render(const LineChart& chart, const std::vector<int64_t>& steps, co
       values.push_back(std::isfinite(y) ? nlohmann::json(in_unit(y, chart.unit)) : nlohmann::json(nullptr));
     }
     svg += path_of(xs, ys, one.faint ? colour + " faint" : colour);
-    data["series"].push_back({{"name", valid_utf8(one.name)}, {"colour", colour}, {"values", std::move(values)}});
+    data["series"].push_back(
+        {{"name", valid_utf8(one.name)}, {"colour", colour}, {"values", std::move(values)}});
   }
   hover->push_back(std::move(data));
   return absl::StrCat("<figure><figcaption><b>", escape(chart.title), "</b><span>", escape(chart.explanation),
@@ -236,14 +269,16 @@ std::string render(const LaneChart& chart) {
   const double wall = chart.wall_seconds.empty() ? 0 : chart.wall_seconds.back();
   if (!(wall > 0)) return "<p class=\"none\">Nothing recorded.</p>\n";
   const auto x_of = [&](double seconds) { return kLabel + seconds / wall * (kWide - kLabel - 12); };
-  std::string svg = absl::StrCat("<svg class=\"lanes\" viewBox=\"0 0 ", kWide, " ", height, "\" role=\"img\" aria-label=\"who waits for whom\">");
+  std::string svg = absl::StrCat("<svg class=\"lanes\" viewBox=\"0 0 ", kWide, " ", height,
+                                 "\" role=\"img\" aria-label=\"who waits for whom\">");
   std::vector<std::string> names, colours;
   for (size_t l = 0; l < chart.lanes.size(); ++l) {
     const Lane& lane = chart.lanes[l];
     const double top = static_cast<double>(l) * (kLane + kGap);
-    absl::StrAppend(&svg, "<rect class=\"lane\" x=\"", coordinate(kLabel), "\" y=\"", coordinate(top), "\" width=\"",
-                    coordinate(kWide - kLabel - 12), "\" height=\"", coordinate(kLane), "\"/>",
-                    "<text class=\"lane-name\" x=\"0\" y=\"", coordinate(top + kLane / 2 + 4), "\">", escape(lane.name), "</text>");
+    absl::StrAppend(&svg, "<rect class=\"lane\" x=\"", coordinate(kLabel), "\" y=\"", coordinate(top),
+                    "\" width=\"", coordinate(kWide - kLabel - 12), "\" height=\"", coordinate(kLane), "\"/>",
+                    "<text class=\"lane-name\" x=\"0\" y=\"", coordinate(top + kLane / 2 + 4), "\">",
+                    escape(lane.name), "</text>");
     for (size_t p = 0; p < lane.parts.size(); ++p) {
       const auto known = std::find(colours.begin(), colours.end(), lane.colours[p]);
       if (known == colours.end()) {
@@ -262,8 +297,9 @@ std::string render(const LaneChart& chart) {
         const double share = lane.shares[i][p];
         if (!(share > 0)) continue;
         bottom -= share * kLane;
-        absl::StrAppend(&bars, "<rect class=\"", lane.colours[p], "\" x=\"", coordinate(begin), "\" y=\"", coordinate(bottom),
-                        "\" width=\"", coordinate(std::max(0.5, end - begin - (end - begin > 4 ? 1 : 0))), "\" height=\"",
+        absl::StrAppend(&bars, "<rect class=\"", lane.colours[p], "\" x=\"", coordinate(begin), "\" y=\"",
+                        coordinate(bottom), "\" width=\"",
+                        coordinate(std::max(0.5, end - begin - (end - begin > 4 ? 1 : 0))), "\" height=\"",
                         coordinate(share * kLane), "\"/>");
         absl::StrAppend(&tip, "&#10;", escape(lane.parts[p]), " ", percent(share));
       }
@@ -272,7 +308,11 @@ std::string render(const LaneChart& chart) {
   }
   const double step = tick_step(wall);
   for (double tick = 0; tick <= wall * (1 + 1e-9); tick += step) {
-    svg += text(x_of(tick), height - 8, tick == 0 ? "start" : tick > 0.97 * wall ? "end" : "middle", duration(tick));
+    svg += text(x_of(tick), height - 8,
+                tick == 0            ? "start"
+                : tick > 0.97 * wall ? "end"
+                                     : "middle",
+                duration(tick));
   }
   return legend(names, colours) + svg + "</svg>\n";
 }

@@ -1,5 +1,5 @@
-// Charts of the report as SVG: lines over steps and stacked bars over wall time. Colours come from the page's style sheet
-// (classes c1 .. c6), so that they follow light and dark.
+// Charts of the report as SVG: lines over steps and stacked bars over wall time. Colours come from the page's
+// style sheet (classes c1 .. c6), so that they follow light and dark.
 #pragma once
 
 #include <string>
@@ -26,8 +26,8 @@ struct LineChart {
   bool from_zero = true;
 };
 
-// A whole <figure>. `warmup` marks steps of the warm-up phase. What hovering shows is appended to *hover, which the page's
-// script reads by the figure's position in it.
+// A whole <figure>. `warmup` marks steps of the warm-up phase. What hovering shows is appended to *hover,
+// which the page's script reads by the figure's position in it.
 std::string render(const LineChart& chart, const std::vector<int64_t>& steps, const std::vector<bool>& warmup,
                    nlohmann::json* hover);
 
@@ -46,9 +46,10 @@ std::string render(const LaneChart& chart);
 
 // "12.3k", "0.52", "3.1e-05".
 std::string short_number(double value);
-std::string percent(double share);       // 0.123 -> "12.3 %"
-std::string duration(double seconds);    // "4 min 12 s"
-// Text inside an element or a quoted attribute. Control characters become visible; invalid UTF-8 becomes U+FFFD.
+std::string percent(double share);     // 0.123 -> "12.3 %"
+std::string duration(double seconds);  // "4 min 12 s"
+// Text inside an element or a quoted attribute. Control characters become visible; invalid UTF-8 becomes
+// U+FFFD.
 std::string escape(std::string_view text);
 // The mean of what is not NaN in [begin, end); NaN when nothing is.
 double mean_of(const std::vector<double>& values, size_t begin, size_t end);

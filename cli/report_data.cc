@@ -17,7 +17,7 @@ using nlohmann::json;
 
 constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
 constexpr size_t kColumnsMax = 256;
-constexpr size_t kConfigMax = 200'000;       // bytes of config.yaml shown
+constexpr size_t kConfigMax = 200'000;  // bytes of config.yaml shown
 constexpr size_t kLineMax = 64 << 20;
 constexpr int kTrajectoriesOfAStep = 3;
 
@@ -47,7 +47,8 @@ std::vector<json> read_lines(const fs::path& path, int* broken) {
   std::ifstream in(path, std::ios::binary);
   for (std::string line; std::getline(in, line);) {
     if (line.empty()) continue;
-    json parsed = line.size() > kLineMax ? json() : json::parse(valid_utf8(line), nullptr, /*allow_exceptions=*/false);
+    json parsed =
+        line.size() > kLineMax ? json() : json::parse(valid_utf8(line), nullptr, /*allow_exceptions=*/false);
     if (parsed.is_object()) {
       out.push_back(std::move(parsed));
     } else {
@@ -81,7 +82,8 @@ void load_metrics(const fs::path& path, RunData* run) {
     const auto number = step->get<int64_t>();
     rows[number] = std::move(row);
   }
-  if (broken > 0) run->notes.push_back(absl::StrCat("metrics.jsonl: ", broken, " unreadable lines were left out."));
+  if (broken > 0)
+    run->notes.push_back(absl::StrCat("metrics.jsonl: ", broken, " unreadable lines were left out."));
   for (const auto& [step, row] : rows) {
     std::map<std::string, double> values;
     flatten("", row, 0, &values);
@@ -116,7 +118,8 @@ void load_rollouts(const fs::path& directory, RunData* run) {
   for (const auto& entry : fs::directory_iterator(directory, error)) {
     const std::string stem = entry.path().stem().string();
     int64_t step = 0;
-    if (entry.path().extension() == ".jsonl" && stem.rfind("step_", 0) == 0 && absl::SimpleAtoi(stem.substr(5), &step)) {
+    if (entry.path().extension() == ".jsonl" && stem.rfind("step_", 0) == 0 &&
+        absl::SimpleAtoi(stem.substr(5), &step)) {
       files[step] = entry.path();
     }
   }
@@ -128,7 +131,8 @@ void load_rollouts(const fs::path& directory, RunData* run) {
     RolloutSamples samples = {steps[i], pick(read_lines(files[steps[i]], &broken))};
     if (!samples.trajectories.empty()) run->samples.push_back(std::move(samples));
   }
-  if (broken > 0) run->notes.push_back(absl::StrCat("rollouts: ", broken, " unreadable lines were left out."));
+  if (broken > 0)
+    run->notes.push_back(absl::StrCat("rollouts: ", broken, " unreadable lines were left out."));
 }
 
 }  // namespace
@@ -175,7 +179,8 @@ std::vector<double> RunData::increments(const std::vector<double>& total) {
 absl::StatusOr<RunData> load_run(const std::string& directory) {
   std::error_code error;
   if (!fs::is_directory(directory, error)) {
-    return absl::NotFoundError(absl::StrCat(directory, ": no such directory, expected a run's, as runs/<id>"));
+    return absl::NotFoundError(
+        absl::StrCat(directory, ": no such directory, expected a run's, as runs/<id>"));
   }
   RunData run;
   run.name = fs::weakly_canonical(directory, error).filename().string();

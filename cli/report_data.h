@@ -1,5 +1,5 @@
-// What a run left in its directory, as `slipstream report` needs it. Reads what is there: a missing file, a torn last line or
-// a field of the wrong type leaves a gap, never an error.
+// What a run left in its directory, as `slipstream report` needs it. Reads what is there: a missing file, a
+// torn last line or a field of the wrong type leaves a gap, never an error.
 #pragma once
 
 #include <map>
@@ -18,13 +18,13 @@ struct RolloutSamples {
 
 struct RunData {
   std::string name;
-  std::string config;                      // config.yaml as it is
-  std::vector<int64_t> steps;              // one entry a step, rising
-  std::vector<bool> warmup;                // by step
+  std::string config;          // config.yaml as it is
+  std::vector<int64_t> steps;  // one entry a step, rising
+  std::vector<bool> warmup;    // by step
   // By step; NaN: missing. Objects are flattened: "dropped_by_reason/stale".
   std::map<std::string, std::vector<double>> columns;
-  std::vector<RolloutSamples> samples;     // early, middle, late
-  std::vector<std::string> notes;          // what could not be read
+  std::vector<RolloutSamples> samples;  // early, middle, late
+  std::vector<std::string> notes;       // what could not be read
 
   // All NaN when there is no such column.
   std::vector<double> column(const std::string& name) const;

@@ -13,9 +13,9 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kTokensMax = 1500;     // of one trajectory shown
+constexpr size_t kTokensMax = 1500;  // of one trajectory shown
 constexpr size_t kIdsInTip = 24;
-constexpr double kDarkest = 4.0;        // nats: a token this surprising has the full colour
+constexpr double kDarkest = 4.0;  // nats: a token this surprising has the full colour
 constexpr int kShades = 8;
 
 const json& member(const json& object, const char* key) {
@@ -31,13 +31,19 @@ const json& at(const json& array, size_t i) {
 }
 
 std::string word(const json& value) {
-  return value.is_string() ? value.get<std::string>() : value.is_null() ? "-" : value.dump(-1, ' ', false, json::error_handler_t::replace);
+  return value.is_string() ? value.get<std::string>()
+         : value.is_null() ? "-"
+                           : value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-std::string number(const json& value) { return value.is_number() ? absl::StrFormat("%.4f", value.get<double>()) : "none"; }
+std::string number(const json& value) {
+  return value.is_number() ? absl::StrFormat("%.4f", value.get<double>()) : "none";
+}
 
 // Line ends are shown, and end the line.
-std::string visible(const std::string& text) { return absl::StrReplaceAll(escape(text), {{"\n", "<u>\xe2\x86\xb5</u>\n"}}); }
+std::string visible(const std::string& text) {
+  return absl::StrReplaceAll(escape(text), {{"\n", "<u>\xe2\x86\xb5</u>\n"}});
+}
 
 struct Action {
   std::string classes, tip;
@@ -56,7 +62,8 @@ Action action_token(const json& t, size_t a, const json& id) {
   out.classes = absl::StrCat("tok a s", shade, no_loss ? " off" : "");
   out.tip = absl::StrCat("id ", word(id), "&#10;rollout log-prob ", number(rollout), "&#10;learner log-prob ",
                          number(at(member(t, "learner_logprobs"), a)), "&#10;policy version ",
-                         escape(word(at(member(t, "action_policy_versions"), a))), no_loss ? "&#10;no loss: masked" : "");
+                         escape(word(at(member(t, "action_policy_versions"), a))),
+                         no_loss ? "&#10;no loss: masked" : "");
   return out;
 }
 
@@ -73,11 +80,16 @@ std::string strip(const json& t) {
     const auto length = std::min<size_t>(member(span, "length").get<size_t>(), kTokensMax * 1000);
     const std::string kind = word(member(span, "kind"));
     const bool is_action = kind == "action";
-    absl::StrAppend(&out, "<div class=\"span\"><b>", is_action ? "model" : kind == "observation" ? "environment" : escape(kind), "</b><div>");
+    absl::StrAppend(&out, "<div class=\"span\"><b>",
+                    is_action               ? "model"
+                    : kind == "observation" ? "environment"
+                                            : escape(kind),
+                    "</b><div>");
     const size_t fit = std::min(length, kTokensMax - std::min(shown, kTokensMax));
     if (!is_action && !at(texts, position).is_string() && member(span, "text").is_string()) {
       std::string tip = absl::StrCat(length, " tokens, no loss&#10;ids");
-      for (size_t i = 0; i < std::min(length, kIdsInTip); ++i) absl::StrAppend(&tip, " ", escape(word(at(ids, position + i))));
+      for (size_t i = 0; i < std::min(length, kIdsInTip); ++i)
+        absl::StrAppend(&tip, " ", escape(word(at(ids, position + i))));
       if (length > kIdsInTip) tip += " ...";
       std::string text = member(span, "text").get<std::string>();
       if (text.size() > 16 * kTokensMax) text = text.substr(0, 16 * kTokensMax) + " ...";
@@ -85,10 +97,15 @@ std::string strip(const json& t) {
     } else {
       for (size_t i = 0; i < fit; ++i) {
         const json& id = at(ids, position + i);
-        const json& text = is_action && !at(texts, position + i).is_string() ? at(action_texts, action + i) : at(texts, position + i);
-        const Action token = is_action ? action_token(t, action + i, id) : Action{"tok off", absl::StrCat("id ", escape(word(id)), "&#10;no loss")};
-        absl::StrAppend(&out, "<span class=\"", token.classes, "\" data-t=\"", token.tip, "\">",
-                        text.is_string() ? visible(text.get<std::string>()) : absl::StrCat("#", escape(word(id)), " "), "</span>");
+        const json& text = is_action && !at(texts, position + i).is_string() ? at(action_texts, action + i)
+                                                                             : at(texts, position + i);
+        const Action token = is_action
+                                 ? action_token(t, action + i, id)
+                                 : Action{"tok off", absl::StrCat("id ", escape(word(id)), "&#10;no loss")};
+        absl::StrAppend(
+            &out, "<span class=\"", token.classes, "\" data-t=\"", token.tip, "\">",
+            text.is_string() ? visible(text.get<std::string>()) : absl::StrCat("#", escape(word(id)), " "),
+            "</span>");
       }
       shown += fit;
       if (fit < length) absl::StrAppend(&out, "<i> ... ", length - fit, " more tokens</i>");
@@ -106,8 +123,10 @@ std::string render_trajectory(const json& t) {
   const json& reward = member(t, "reward");
   const json& advantage = member(t, "advantage");
   const std::string facts[] = {
-      absl::StrCat("<b class=\"reward\">reward ", reward.is_number() ? short_number(reward.get<double>()) : "-", "</b>"),
-      absl::StrCat("advantage ", advantage.is_number() ? absl::StrFormat("%+.3g", advantage.get<double>()) : "-"),
+      absl::StrCat("<b class=\"reward\">reward ",
+                   reward.is_number() ? short_number(reward.get<double>()) : "-", "</b>"),
+      absl::StrCat("advantage ",
+                   advantage.is_number() ? absl::StrFormat("%+.3g", advantage.get<double>()) : "-"),
       absl::StrCat("task ", escape(word(member(t, "task"))), " #", escape(word(member(t, "instance")))),
       absl::StrCat("ended by ", escape(word(member(t, "finish_reason")))),
       absl::StrCat("staleness ", escape(word(member(t, "staleness")))),

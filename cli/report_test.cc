@@ -1,5 +1,6 @@
-// Goal: the page is whole and well-formed whatever the run left behind: a full run, an empty one, one cut short, and one whose
-// texts try to break out. With SLIPSTREAM_REPORT_DIR set the run and its page stay there to be looked at.
+// Goal: the page is whole and well-formed whatever the run left behind: a full run, an empty one, one cut
+// short, and one whose texts try to break out. With SLIPSTREAM_REPORT_DIR set the run and its page stay there
+// to be looked at.
 #include <unistd.h>
 
 #include <cmath>
@@ -29,18 +30,29 @@ json metrics_line(int step, std::mt19937_64& random) {
   std::normal_distribution<double> normal;
   const bool warmup = step <= kWarmup;
   const double t = std::max(0, step - kWarmup) / double{kSteps - kWarmup};
-  const double reward = warmup ? 0.02 + 0.35 * step / kWarmup : 0.35 + 0.6 * (1 - std::exp(-4 * t)) + 0.04 * normal(random);
-  json line = {{"step", step}, {"phase", warmup ? "warmup" : "rl"}, {"policy_version", std::max(0, step - kWarmup)},
-               {"grad_norm", 0.8 + 0.2 * std::abs(normal(random))}, {"loss", warmup ? 2.0 / step : 0.02 * normal(random)},
-               {"learning_rate", step < 10 ? 3e-4 * step : 3e-3}, {"trained_tokens", 3000 + step % 7 * 40},
-               {"produced", std::max(0, step - kWarmup) * 140}, {"trained", std::max(0, step - kWarmup) * 96},
-               {"dropped", std::max(0, step - kWarmup) * 40}, {"queued", std::max(0, step - kWarmup) * 4},
-               {"wall_seconds", step * 1.25}, {"wait_data_seconds", warmup ? 0.05 : 0.55 + 0.1 * std::abs(normal(random))},
-               {"train_seconds", 0.4}, {"checkpoint_seconds", warmup ? 0 : 0.08}, {"publish_seconds", warmup ? 0 : 0.03},
-               {"generated_tokens", std::max(0, step - kWarmup) * 4200}, {"idle_seconds", {{"rollout", step * 0.2}, {"gateway", step * 0.9}}},
+  const double reward =
+      warmup ? 0.02 + 0.35 * step / kWarmup : 0.35 + 0.6 * (1 - std::exp(-4 * t)) + 0.04 * normal(random);
+  json line = {{"step", step},
+               {"phase", warmup ? "warmup" : "rl"},
+               {"policy_version", std::max(0, step - kWarmup)},
+               {"grad_norm", 0.8 + 0.2 * std::abs(normal(random))},
+               {"loss", warmup ? 2.0 / step : 0.02 * normal(random)},
+               {"learning_rate", step < 10 ? 3e-4 * step : 3e-3},
+               {"trained_tokens", 3000 + step % 7 * 40},
+               {"produced", std::max(0, step - kWarmup) * 140},
+               {"trained", std::max(0, step - kWarmup) * 96},
+               {"dropped", std::max(0, step - kWarmup) * 40},
+               {"queued", std::max(0, step - kWarmup) * 4},
+               {"wall_seconds", step * 1.25},
+               {"wait_data_seconds", warmup ? 0.05 : 0.55 + 0.1 * std::abs(normal(random))},
+               {"train_seconds", 0.4},
+               {"checkpoint_seconds", warmup ? 0 : 0.08},
+               {"publish_seconds", warmup ? 0 : 0.03},
+               {"generated_tokens", std::max(0, step - kWarmup) * 4200},
+               {"idle_seconds", {{"rollout", step * 0.2}, {"gateway", step * 0.9}}},
                {"demonstration_probability", warmup ? json(0.4 * step / kWarmup) : json(nullptr)}};
-  for (const char* key : {"staleness_mean", "mismatch_abs_mean", "mismatch_abs_max", "drift_abs_mean", "masked_low_fraction",
-                          "masked_high_fraction", "reward_mean"}) {
+  for (const char* key : {"staleness_mean", "mismatch_abs_mean", "mismatch_abs_max", "drift_abs_mean",
+                          "masked_low_fraction", "masked_high_fraction", "reward_mean"}) {
     line[key] = nullptr;
   }
   if (warmup) return line;
@@ -57,8 +69,8 @@ json metrics_line(int step, std::mt19937_64& random) {
 }
 
 // A trajectory of three spans whose action tokens are `words`.
-json trajectory(int step, int index, double reward, const std::vector<std::string>& words, const std::string& question,
-                std::mt19937_64& random) {
+json trajectory(int step, int index, double reward, const std::vector<std::string>& words,
+                const std::string& question, std::mt19937_64& random) {
   json ids = json::array(), logprobs = json::array(), versions = json::array(), trained = json::array();
   for (size_t i = 0; i < question.size(); ++i) ids.push_back(static_cast<unsigned char>(question[i]));
   for (size_t i = 0; i < words.size(); ++i) {
@@ -67,12 +79,23 @@ json trajectory(int step, int index, double reward, const std::vector<std::strin
     versions.push_back(step - kWarmup - 1);
     trained.push_back(i % 9 == 8 ? 0 : 1);
   }
-  return {{"rollout_id", absl::StrFormat("quick-g%d-%d", step, index)}, {"group_id", absl::StrFormat("quick-g%d", step)},
-          {"task", "add"}, {"instance", 17 * step % 400}, {"reward", reward}, {"advantage", reward - 0.5},
-          {"finish_reason", "env_done"}, {"staleness", 1}, {"ids", ids},
-          {"spans", {{{"kind", "prompt"}, {"length", question.size()}, {"text", question}}, {{"kind", "action"}, {"length", words.size()}}}},
-          {"action_texts", words}, {"action_logprobs", logprobs}, {"learner_logprobs", logprobs},
-          {"action_policy_versions", versions}, {"trained", trained}};
+  return {{"rollout_id", absl::StrFormat("quick-g%d-%d", step, index)},
+          {"group_id", absl::StrFormat("quick-g%d", step)},
+          {"task", "add"},
+          {"instance", 17 * step % 400},
+          {"reward", reward},
+          {"advantage", reward - 0.5},
+          {"finish_reason", "env_done"},
+          {"staleness", 1},
+          {"ids", ids},
+          {"spans",
+           {{{"kind", "prompt"}, {"length", question.size()}, {"text", question}},
+            {{"kind", "action"}, {"length", words.size()}}}},
+          {"action_texts", words},
+          {"action_logprobs", logprobs},
+          {"learner_logprobs", logprobs},
+          {"action_policy_versions", versions},
+          {"trained", trained}};
 }
 
 // Every element that is opened is closed, in order, and no text holds a stray "<". Attributes are quoted.
@@ -123,7 +146,9 @@ class ReportTest : public ::testing::Test {
  protected:
   void SetUp() override { fs::create_directories(run_ / "rollouts"); }
   void TearDown() override { fs::remove_all(root_); }
-  void write(const std::string& name, const std::string& content) { std::ofstream(run_ / name, std::ios::binary) << content; }
+  void write(const std::string& name, const std::string& content) {
+    std::ofstream(run_ / name, std::ios::binary) << content;
+  }
   std::string page() {
     const auto run = load_run(run_.string());
     EXPECT_TRUE(run.ok()) << run.status();
@@ -145,21 +170,28 @@ class ReportTest : public ::testing::Test {
 
 TEST_F(ReportTest, AFullRunIsShownWhole) {
   write_metrics(kSteps);
-  write("config.yaml", "run: {id: quick, seed: 7}\nrl: {max_staleness: 2, group_size: 8, groups_per_batch: 12}\n");
+  write("config.yaml",
+        "run: {id: quick, seed: 7}\nrl: {max_staleness: 2, group_size: 8, groups_per_batch: 12}\n");
   std::mt19937_64 random(2);
   for (const int step : {kWarmup + 1, 120, kSteps}) {
     std::string lines;
-    lines += trajectory(step, 0, 1, {"2", "2", "<|user|>"}, "[gMASK]<sop><|user|>7+15=<|assistant|>", random).dump() + "\n";
-    lines += trajectory(step, 1, 0, {"2", "3", "\n", "\n", "or", " maybe", " 24", "?", " yes", "<|user|>"}, "[gMASK]<sop><|user|>9+14=<|assistant|>", random).dump() + "\n";
+    lines += trajectory(step, 0, 1, {"2", "2", "<|user|>"}, "[gMASK]<sop><|user|>7+15=<|assistant|>", random)
+                 .dump() +
+             "\n";
+    lines += trajectory(step, 1, 0, {"2", "3", "\n", "\n", "or", " maybe", " 24", "?", " yes", "<|user|>"},
+                        "[gMASK]<sop><|user|>9+14=<|assistant|>", random)
+                 .dump() +
+             "\n";
     write(absl::StrFormat("rollouts/step_%06d.jsonl", step), lines);
   }
   const std::string html = page();
   expect_self_contained(html);
   for (const char* expected :
-       {"<title>Run quick</title>", "max_staleness 2", "12 groups of 8", "<b>Reward</b>", "<b>Staleness</b>", "<b>Throughput</b>",
-        "<b>Dropped trajectories</b>", "warm-up", "Who waits for whom", "rollout workers", "agree to the last bit",
-        "Early: step 41", "Middle: step 120", "Late: step 240", "&lt;|user|&gt;", "rollout log-prob -", "policy version 0",
-        "by reinforcement learning", "zero_variance"}) {
+       {"<title>Run quick</title>", "max_staleness 2", "12 groups of 8", "<b>Reward</b>", "<b>Staleness</b>",
+        "<b>Throughput</b>", "<b>Dropped trajectories</b>", "warm-up", "Who waits for whom",
+        "rollout workers", "agree to the last bit", "Early: step 41", "Middle: step 120", "Late: step 240",
+        "&lt;|user|&gt;", "rollout log-prob -", "policy version 0", "by reinforcement learning",
+        "zero_variance"}) {
     EXPECT_TRUE(absl::StrContains(html, expected)) << expected;
   }
   EXPECT_FALSE(absl::StrContains(html, "nan")) << html.substr(html.find("nan") - 80, 160);
@@ -174,7 +206,9 @@ TEST_F(ReportTest, TextOfTheRunStaysText) {
   write_metrics(60);
   std::mt19937_64 random(3);
   const std::string hostile = "</script><script>alert(1)</script><!-- {{HOVER}} \" ' & ]]>";
-  json line = trajectory(50, 0, 1, {"</span>", hostile, "\xe2\x80\xae", std::string("\x00\x1b", 2), "\"onmouseover=\"x"}, hostile, random);
+  json line = trajectory(
+      50, 0, 1, {"</span>", hostile, "\xe2\x80\xae", std::string("\x00\x1b", 2), "\"onmouseover=\"x"},
+      hostile, random);
   line["task"] = hostile;
   line["rollout_id"] = hostile;
   line["finish_reason"] = 7;
@@ -214,7 +248,9 @@ TEST_F(ReportTest, TornAndStrangeLinesAreLeftOut) {
   }
   text.resize(text.size() - 40);  // the last line is cut
   write("metrics.jsonl", "\n[1,2]\nnull\n{\"step\":\"x\"}\n{\"step\":1e99}\n" + text);
-  write("rollouts/step_000030.jsonl", "{\"rollout_id\":\"a\",\"ids\":[1,2],\"spans\":[{\"kind\":\"action\",\"length\":5},{\"length\":-3},7,{\"kind\":\"action\",\"length\":99999999999}],\"action_logprobs\":[null,\"x\"]}\n{\"ids\":[");
+  write("rollouts/step_000030.jsonl",
+        "{\"rollout_id\":\"a\",\"ids\":[1,2],\"spans\":[{\"kind\":\"action\",\"length\":5},{\"length\":-3},7,"
+        "{\"kind\":\"action\",\"length\":99999999999}],\"action_logprobs\":[null,\"x\"]}\n{\"ids\":[");
   write("rollouts/step_x.jsonl", "{}");
   const auto run = load_run(run_.string());
   ASSERT_TRUE(run.ok());
@@ -256,29 +292,35 @@ TEST_F(ReportTest, AdviceFollowsFromTheNumbers) {
     for (const Advice& advice : advise(*load_run(run_.string()))) out += advice.text + "\n";
     return out;
   };
-  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["wait_data_seconds"] = 0.9; }), "add rollout workers or raise rl.max_staleness"));
+  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["wait_data_seconds"] = 0.9; }),
+                                "add rollout workers or raise rl.max_staleness"));
   EXPECT_TRUE(absl::StrContains(advice_of([](json* l) {
-                (*l)["wait_data_seconds"] = 0.1;
-                (*l)["idle_seconds"]["rollout"] = (*l)["step"].get<double>() * 1.0;
-              }), "while the learner trained"));
+                                  (*l)["wait_data_seconds"] = 0.1;
+                                  (*l)["idle_seconds"]["rollout"] = (*l)["step"].get<double>() * 1.0;
+                                }),
+                                "while the learner trained"));
   EXPECT_TRUE(absl::StrContains(advice_of([](json* l) {
-                (*l)["wait_data_seconds"] = 0.9;
-                (*l)["idle_seconds"]["rollout"] = (*l)["step"].get<double>() * 1.0;
-              }), "the time goes to the environments"));
-  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["mismatch_abs_max"] = 1e-3; }), "This should be exactly 0"));
+                                  (*l)["wait_data_seconds"] = 0.9;
+                                  (*l)["idle_seconds"]["rollout"] = (*l)["step"].get<double>() * 1.0;
+                                }),
+                                "the time goes to the environments"));
+  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["mismatch_abs_max"] = 1e-3; }),
+                                "This should be exactly 0"));
   EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["produced"] = 1e6; }), "unaccounted for"));
-  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["masked_low_fraction"] = 0.2; }), "carried no loss"));
+  EXPECT_TRUE(
+      absl::StrContains(advice_of([](json* l) { (*l)["masked_low_fraction"] = 0.2; }), "carried no loss"));
   EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["reward_mean"] = 0.3; }), "did not rise"));
-  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["dropped_by_reason"]["env_crash"] = 4000; }), "look at the environments' logs"));
+  EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["dropped_by_reason"]["env_crash"] = 4000; }),
+                                "look at the environments' logs"));
 }
 
 TEST(Utf8, InvalidBytesAreReplacedAndValidOnesKept) {
   EXPECT_EQ(valid_utf8("a\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80z"), "a\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80z");
   const std::string bad = "\xef\xbf\xbd";
   EXPECT_EQ(valid_utf8("\xff"), bad);
-  EXPECT_EQ(valid_utf8("\xc0\x80"), bad + bad);          // overlong
+  EXPECT_EQ(valid_utf8("\xc0\x80"), bad + bad);            // overlong
   EXPECT_EQ(valid_utf8("\xed\xa0\x80"), bad + bad + bad);  // a surrogate
-  EXPECT_EQ(valid_utf8("\xe2\x82"), bad + bad);          // cut
+  EXPECT_EQ(valid_utf8("\xe2\x82"), bad + bad);            // cut
   EXPECT_EQ(valid_utf8("\xf5\x80\x80\x80"), bad + bad + bad + bad);
 }
 

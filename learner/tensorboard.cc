@@ -13,7 +13,8 @@
 namespace slipstream::learner {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "fixed-width fields are copied as they lie in memory");
+static_assert(std::endian::native == std::endian::little,
+              "fixed-width fields are copied as they lie in memory");
 
 // Field numbers of tensorflow.Event, .Summary, .Summary.Value and .SessionLog.
 constexpr uint32_t kWallTime = 1, kStep = 2, kFileVersion = 3, kSummary = 5, kSessionLog = 7;
@@ -67,8 +68,8 @@ std::string host_name() {
 absl::StatusOr<TensorBoardWriter> TensorBoardWriter::open(const std::string& directory, int64_t first_step) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
-  // Readers go through the files in order of their names, which begin with the time in seconds: a start within the second of
-  // another one counts on.
+  // Readers go through the files in order of their names, which begin with the time in seconds: a start
+  // within the second of another one counts on.
   const auto seconds = static_cast<int64_t>(wall_time());
   for (int attempt = 0; attempt < 1000; ++attempt) {
     char name[64];
@@ -88,7 +89,8 @@ absl::StatusOr<TensorBoardWriter> TensorBoardWriter::open(const std::string& dir
     RETURN_IF_ERROR(writer.flush());
     return writer;
   }
-  return absl::AlreadyExistsError(absl::StrCat(directory, ": a thousand event files of this second, expected fewer"));
+  return absl::AlreadyExistsError(
+      absl::StrCat(directory, ": a thousand event files of this second, expected fewer"));
 }
 
 void TensorBoardWriter::event(int64_t step, uint32_t field, std::string_view content) {

@@ -1,5 +1,5 @@
-// TensorBoard event files: what `tensorboard --logdir runs` reads. Records framed with CRCs (TFRecord), events in protobuf wire
-// format; only scalars.
+// TensorBoard event files: what `tensorboard --logdir runs` reads. Records framed with CRCs (TFRecord),
+// events in protobuf wire format; only scalars.
 #pragma once
 
 #include <cstdio>
@@ -14,9 +14,9 @@ namespace slipstream::learner {
 // Used by one thread. Closing writes what is buffered.
 class TensorBoardWriter {
  public:
-  // Opens a new file in `directory` (made if missing); files of earlier starts stay. first_step: the first step this start
-  // will write; points of an earlier start from there on are superseded in what TensorBoard shows. PermissionDenied: names
-  // the file.
+  // Opens a new file in `directory` (made if missing); files of earlier starts stay. first_step: the first
+  // step this start will write; points of an earlier start from there on are superseded in what TensorBoard
+  // shows. PermissionDenied: names the file.
   static absl::StatusOr<TensorBoardWriter> open(const std::string& directory, int64_t first_step);
 
   // A non-finite value is written as it is; TensorBoard marks it. Errors (a full disk) surface in flush().

@@ -1,5 +1,5 @@
-// Goal: event files are framed and encoded as TFRecord and tensorflow.Event say, and a restart adds a file. The real reader is
-// asked in tests/tensorboard_test.py.
+// Goal: event files are framed and encoded as TFRecord and tensorflow.Event say, and a restart adds a file.
+// The real reader is asked in tests/tensorboard_test.py.
 #include "learner/tensorboard.h"
 
 #include <unistd.h>
@@ -86,7 +86,8 @@ TEST_F(TensorBoardTest, AFileWhereTheDirectoryShouldBeIsAnError) {
   std::ofstream(directory_.string()) << "x";
   const auto writer = TensorBoardWriter::open(directory_.string(), 0);
   ASSERT_FALSE(writer.ok());
-  EXPECT_NE(std::string(writer.status().message()).find(directory_.string()), std::string::npos) << writer.status();
+  EXPECT_NE(std::string(writer.status().message()).find(directory_.string()), std::string::npos)
+      << writer.status();
 }
 
 }  // namespace
