@@ -107,8 +107,6 @@ class RangeDecoder {
     }
     return value;
   }
-  // True at the end of what an encoder wrote: the two take as many steps.
-  bool consumed_all() const { return next_ >= in_.size(); }
 
  private:
   void normalize() {
@@ -117,7 +115,7 @@ class RangeDecoder {
       code_ = code_ << 8 | byte();
     }
   }
-  uint8_t byte() { return next_ < in_.size() ? static_cast<uint8_t>(in_[next_++]) : (++next_, uint8_t{0}); }
+  uint8_t byte() { return next_ < in_.size() ? static_cast<uint8_t>(in_[next_++]) : uint8_t{0}; }
   std::string_view in_;
   size_t next_ = 0;
   uint32_t range_ = 0xffffffffu;

@@ -81,6 +81,7 @@ struct DecodedReplay {
   std::vector<Selections> selections;
 };
 
+// The first num_rows rows of what was encoded: a sample that was cut lowers num_rows and leaves the bytes as they are.
 // DataLoss: bytes that no encoder makes. rows_max bounds what a lying num_rows can cost.
 absl::StatusOr<DecodedReplay> decode_replay(const ReplayLayout& layout, const EncodedReplay& encoded,
                                             int64_t rows_max);

@@ -184,6 +184,29 @@ TEST_F(ReplayTest, TurnsJoin) {
             absl::StatusCode::kDataLoss);
 }
 
+// A sample cut at max_seq_len lowers num_rows and cannot cut the bytes, which the gateway does not read.
+TEST_F(ReplayTest, FewerRowsThanTheBytesHoldAreThePrefix) {
+  const ModelConfig config = config_of({.experts = 7});
+  const ReplayLayout layout = ReplayLayout::of(config);
+  EncodedReplay encoded = encode(config, make_choices(config, 200, Pattern::kMoving, 3, arena_), 0, 200);
+  const absl::StatusOr<DecodedReplay> whole = decode_replay(layout, encoded, 200);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  for (const int64_t rows : {199, 64, 1, 0}) {
+    encoded.num_rows = rows;
+    const absl::StatusOr<DecodedReplay> cut = decode_replay(layout, encoded, 200);
+    ASSERT_TRUE(cut.ok()) << cut.status();
+    EXPECT_TRUE(std::equal(cut->experts.begin(), cut->experts.end(), whole->experts.begin()));
+    for (size_t i = 0; i < cut->selections.size(); ++i) {
+      const auto& a = cut->selections[i];
+      EXPECT_EQ(static_cast<int64_t>(a.row_end.size()), rows);
+      EXPECT_TRUE(std::equal(a.positions.begin(), a.positions.end(), whole->selections[i].positions.begin()));
+    }
+  }
+  encoded.num_rows = 200;
+  encoded.experts.pop_back();
+  EXPECT_FALSE(decode_replay(layout, encoded, 200).ok());
+}
+
 TEST_F(ReplayTest, GarbageIsHarmless) {
   const ModelConfig config = config_of({.experts = 7});
   const ReplayLayout layout = ReplayLayout::of(config);

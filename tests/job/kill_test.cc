@@ -52,7 +52,7 @@ class Cluster {
 };
 
 TEST(KilledRoles, LoseNothingAndTrainNothingTwice) {
-  constexpr int kKills = 30, kSteps = 60;
+  constexpr int kKills = 30, kSteps = 240;
   const TemporaryDirectory directory;
   SmallJob job = make_small_job(
       directory.path(), {{"learner", absl::StrCat("steps: ", kSteps)},
@@ -73,6 +73,7 @@ TEST(KilledRoles, LoseNothingAndTrainNothingTwice) {
   std::mt19937 random(7);
   const std::vector<std::string> roles = cluster.roles();
   std::string history;
+  int kills = 0;
   for (int kill = 0; kill < kKills && cluster["learner"].running(); ++kill) {
     // At a random moment of the job's own time: after so many lines or so many milliseconds, whichever comes first.
     const int64_t until = job.step() + 3;
@@ -83,7 +84,9 @@ TEST(KilledRoles, LoseNothingAndTrainNothingTwice) {
     absl::StrAppend(&history, role, "@", job.step(), " ");
     cluster[role].kill_now();
     cluster.start(role);
+    ++kills;
   }
+  EXPECT_EQ(kills, kKills) << "the job ended too early to be tried: " << history;
   const std::optional<int> code = cluster["learner"].wait(seconds(400));
   ASSERT_TRUE(code.has_value()) << "no end at step " << job.step() << " after " << history << "\n" << cluster.outputs();
   EXPECT_EQ(*code, 0) << history << "\n" << cluster.outputs();
