@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,7 @@ struct Flags {
   int64_t steps = 64;
   int repeats = 3;
   bool recompute = false;
+  bool panels = true;
 };
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -49,6 +51,7 @@ struct Bench {
   LoadedWeights loaded;
   std::unique_ptr<Model> model;
   kernels::Arena arena;
+  std::optional<WeightPanels> panels = {};
 
   const ModelWeights& weights() const { return loaded.store.tensors(); }
 };
@@ -96,7 +99,7 @@ absl::StatusOr<std::vector<int32_t>> advance(Bench& b, Cache& cache, const std::
   const int64_t count = static_cast<int64_t>(ids.size() / sequences.size());
   const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(sequences.size(), count), .cached = sequences};
   ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.model->config(), batch, &cache, b.arena, *b.stream));
-  Step step{*b.stream, b.arena, prepared};
+  Step step{*b.stream, b.arena, prepared, b.panels ? &*b.panels : nullptr};
   const Tensor hidden = b.model->forward(b.weights(), step, nullptr);
   const int64_t width = hidden.size(1);
   const Tensor last = step.alloc({static_cast<int64_t>(sequences.size()), width});
@@ -138,6 +141,9 @@ absl::Status run(const Flags& flags) {
   ASSIGN_OR_RETURN(std::unique_ptr<Model> model, Model::create(loaded.config));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(int64_t{1} << 38));
   Bench b{std::move(stream), std::move(loaded), std::move(model), std::move(arena)};
+  if (flags.mode == "decode" && flags.panels) {
+    ASSIGN_OR_RETURN(b.panels, WeightPanels::create(b.loaded.store));
+  }
   ASSIGN_OR_RETURN(const double rate, flags.mode == "train" ? train(b, flags) : decode(b, flags));
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -160,6 +166,7 @@ int main(int argc, char** argv) {
   app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
   app.add_option("--repeats", flags.repeats)->check(CLI::PositiveNumber);
   app.add_flag("--recompute", flags.recompute);
+  app.add_flag("--panels,!--no-panels", flags.panels, "Decode from panels of the weights");
   CLI11_PARSE(app, argc, argv);
   const absl::Status status = slipstream::model::run(flags);
   if (status.ok()) return 0;

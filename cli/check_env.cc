@@ -17,8 +17,9 @@ struct Flags {
 };
 
 void print(const CheckResult& result) {
-  std::printf("%s  %s%s%s%s%s\n", result.ok ? "pass" : "FAIL", result.task.c_str(), result.task.empty() ? "" : ": ",
-              result.name.c_str(), result.detail.empty() ? "" : ": ", result.detail.c_str());
+  std::printf("%s  %s%s%s%s%s\n", result.ok ? "pass" : "FAIL", result.task.c_str(),
+              result.task.empty() ? "" : ": ", result.name.c_str(), result.detail.empty() ? "" : ": ",
+              result.detail.c_str());
   std::fflush(stdout);
 }
 
@@ -32,17 +33,21 @@ absl::Status check_env(Flags flags) {
   nlohmann::ordered_json checks = nlohmann::ordered_json::array();
   for (const CheckResult& result : results) {
     if (!result.ok) ++failures;
-    checks.push_back({{"task", result.task}, {"check", result.name}, {"ok", result.ok}, {"detail", result.detail}});
+    checks.push_back(
+        {{"task", result.task}, {"check", result.name}, {"ok", result.ok}, {"detail", result.detail}});
   }
   if (flags.json) {
-    const nlohmann::ordered_json out = {
-        {"address", flags.address}, {"passed", results.size() - failures}, {"failed", failures}, {"checks", checks}};
+    const nlohmann::ordered_json out = {{"address", flags.address},
+                                        {"passed", results.size() - failures},
+                                        {"failed", failures},
+                                        {"checks", checks}};
     std::printf("%s\n", out.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace).c_str());
   } else if (failures == 0) {
     std::printf("%s: all %zu checks passed\n", flags.address.c_str(), results.size());
   }
   if (failures == 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(flags.address, ": ", failures, " of ", results.size(), " checks failed"));
+  return absl::FailedPreconditionError(
+      absl::StrCat(flags.address, ": ", failures, " of ", results.size(), " checks failed"));
 }
 
 }  // namespace
@@ -51,7 +56,9 @@ Run add_check_env(CLI::App& app) {
   auto flags = std::make_shared<Flags>();
   app.add_option("address", flags->address, "host:port of the Environment service")->required();
   app.add_option("--task", flags->options.task, "Only this task; default: all that Describe lists");
-  app.add_option("--timeout-ms", flags->timeout_ms, "Longest a call may take")->check(CLI::Range(1, 600'000))->capture_default_str();
+  app.add_option("--timeout-ms", flags->timeout_ms, "Longest a call may take")
+      ->check(CLI::Range(1, 600'000))
+      ->capture_default_str();
   app.add_flag("--json", flags->json, "One JSON object instead of lines");
   return [flags] { return check_env(*flags); };
 }

@@ -29,17 +29,21 @@ absl::Status wrong(const Parts&... parts) {
 }
 
 std::string in_words(const absl::Status& status) {
-  return absl::StrCat(absl::StatusCodeToString(status.code()), " \"", std::string(status.message()).substr(0, 300), "\"");
+  return absl::StrCat(absl::StatusCodeToString(status.code()), " \"",
+                      std::string(status.message()).substr(0, 300), "\"");
 }
 
 // A call failed that had to succeed.
-absl::Status failed(const std::string& call, const absl::Status& status) { return wrong(call, ": ", in_words(status)); }
+absl::Status failed(const std::string& call, const absl::Status& status) {
+  return wrong(call, ": ", in_words(status));
+}
 
 // A call must be refused with this code and, when not empty, a message that has this word.
 absl::Status expect_refusal(const std::string& call, const absl::Status& status, absl::StatusCode code,
                             const std::string& word) {
   if (status.code() == code && absl::StrContains(status.message(), word)) return absl::OkStatus();
-  return wrong(call, ": ", status.ok() ? "accepted" : in_words(status), ", expected ", absl::StatusCodeToString(code),
+  return wrong(call, ": ", status.ok() ? "accepted" : in_words(status), ", expected ",
+               absl::StatusCodeToString(code),
                word.empty() ? "" : absl::StrCat(" with a message that names \"", word, "\""));
 }
 
@@ -51,7 +55,8 @@ v1::Message say(const std::string& text) {
 }
 
 absl::Status valid_message(const std::string& what, const v1::Message& message) {
-  if (message.role() != v1::ROLE_SYSTEM && message.role() != v1::ROLE_USER && message.role() != v1::ROLE_TOOL) {
+  if (message.role() != v1::ROLE_SYSTEM && message.role() != v1::ROLE_USER &&
+      message.role() != v1::ROLE_TOOL) {
     return wrong(what, ".role: ", v1::Role_Name(message.role()), ", expected system, user or tool");
   }
   return absl::OkStatus();
@@ -59,7 +64,8 @@ absl::Status valid_message(const std::string& what, const v1::Message& message) 
 
 absl::Status valid_solution(const std::string& what, const v1::Message& message) {
   if (message.role() != v1::ROLE_ASSISTANT) return wrong(what, ".role: expected assistant");
-  if (message.content().empty() && message.tool_calls_size() == 0) return wrong(what, ": neither content nor tool calls");
+  if (message.content().empty() && message.tool_calls_size() == 0)
+    return wrong(what, ": neither content nor tool calls");
   for (const v1::ToolCall& call : message.tool_calls()) {
     if (!nlohmann::json::parse(call.arguments(), nullptr, false).is_object()) {
       return wrong(what, ".tool_calls.arguments: expected a JSON object");
@@ -70,7 +76,8 @@ absl::Status valid_solution(const std::string& what, const v1::Message& message)
 
 absl::Status valid_opening(const v1::ResetResponse& opening, bool want_solution) {
   if (opening.messages_size() == 0) return wrong("Reset: messages: empty, expected at least one");
-  for (const v1::Message& message : opening.messages()) RETURN_IF_ERROR(valid_message("Reset: messages", message));
+  for (const v1::Message& message : opening.messages())
+    RETURN_IF_ERROR(valid_message("Reset: messages", message));
   for (const v1::Tool& tool : opening.tools()) {
     if (tool.name().empty()) return wrong("Reset: tools.name: empty");
     if (!nlohmann::json::parse(tool.parameters(), nullptr, false).is_object()) {
@@ -78,19 +85,24 @@ absl::Status valid_opening(const v1::ResetResponse& opening, bool want_solution)
     }
   }
   if (!want_solution) return absl::OkStatus();
-  if (!opening.has_solution()) return wrong("Reset: solution: missing, though wanted and promised by has_solutions");
+  if (!opening.has_solution())
+    return wrong("Reset: solution: missing, though wanted and promised by has_solutions");
   return valid_solution("Reset: solution", opening.solution());
 }
 
 absl::Status valid_step(const v1::StepResponse& step, bool want_solution) {
-  if (!std::isfinite(step.reward())) return wrong("Step: reward: ", step.reward(), ", expected a finite number");
+  if (!std::isfinite(step.reward()))
+    return wrong("Step: reward: ", step.reward(), ", expected a finite number");
   for (const auto& [part, value] : step.reward_parts()) {
     if (!std::isfinite(value)) return wrong("Step: reward_parts: ", value, ", expected finite numbers");
   }
-  if (!step.done() && step.messages_size() == 0) return wrong("Step: messages: empty, but the episode is not done");
-  for (const v1::Message& message : step.messages()) RETURN_IF_ERROR(valid_message("Step: messages", message));
+  if (!step.done() && step.messages_size() == 0)
+    return wrong("Step: messages: empty, but the episode is not done");
+  for (const v1::Message& message : step.messages())
+    RETURN_IF_ERROR(valid_message("Step: messages", message));
   if (!want_solution || step.done()) return absl::OkStatus();
-  if (!step.has_solution()) return wrong("Step: solution: missing, though wanted and promised by has_solutions");
+  if (!step.has_solution())
+    return wrong("Step: solution: missing, though wanted and promised by has_solutions");
   return valid_solution("Step: solution", step.solution());
 }
 
@@ -103,7 +115,8 @@ struct Played {
 
 class Checker {
  public:
-  Checker(EnvironmentClient& client, const CheckOptions& options) : client_(client), timeout_(options.timeout) {}
+  Checker(EnvironmentClient& client, const CheckOptions& options)
+      : client_(client), timeout_(options.timeout) {}
 
   absl::StatusOr<v1::DescribeResponse> describe() { return client_.describe(timeout_); }
   std::string new_id() { return absl::StrCat("check-", getpid(), "-", start_, "-", ++count_); }
@@ -121,7 +134,8 @@ class Checker {
     request.set_episode_id(id);
     return client_.close(request, timeout_).status();
   }
-  // Plays one episode to its end with the solutions, or with `reply` every turn; begin and finish are its two halves.
+  // Plays one episode to its end with the solutions, or with `reply` every turn; begin and finish are its two
+  // halves.
   absl::StatusOr<Played> play(const v1::TaskDescription& task, uint64_t instance, const v1::Message* reply);
   absl::StatusOr<Played> begin(const v1::TaskDescription& task, uint64_t instance, bool solve);
   absl::Status finish(const v1::TaskDescription& task, const v1::Message* reply, Played* episode);
@@ -152,7 +166,8 @@ class Checker {
     request.set_want_solution(want_solution);
     return request;
   }
-  static v1::StepRequest step_request(const std::string& id, int turn, const v1::Message& message, bool want_solution) {
+  static v1::StepRequest step_request(const std::string& id, int turn, const v1::Message& message,
+                                      bool want_solution) {
     v1::StepRequest request;
     request.set_episode_id(id);
     request.set_turn(turn);
@@ -166,7 +181,8 @@ class Checker {
   static std::vector<uint64_t> some_instances(const v1::TaskDescription& task) {
     const uint64_t all = task.num_instances() > 0 ? task.num_instances() : 1'000'000;
     std::vector<uint64_t> out;
-    for (uint64_t i = 0; i < std::min(all, kInstancesMax); ++i) out.push_back(i * (all / std::min(all, kInstancesMax)));
+    for (uint64_t i = 0; i < std::min(all, kInstancesMax); ++i)
+      out.push_back(i * (all / std::min(all, kInstancesMax)));
     return out;
   }
   static uint64_t last_instance(const v1::TaskDescription& task) {
@@ -193,7 +209,8 @@ absl::Status Checker::finish(const v1::TaskDescription& task, const v1::Message*
   const bool solve = reply == nullptr;
   v1::Message next = solve ? episode->opening.solution() : *reply;
   for (int turn = 0; episode->steps.empty() || !episode->steps.back().done(); ++turn) {
-    if (turn >= task.max_turns()) return wrong("not done after ", turn, " turns, which is the task's max_turns");
+    if (turn >= task.max_turns())
+      return wrong("not done after ", turn, " turns, which is the task's max_turns");
     auto answer = step(episode->id, turn, next, solve);
     if (!answer.ok()) return failed(absl::StrCat("Step of turn ", turn), answer.status());
     RETURN_IF_ERROR(valid_step(*answer, solve));
@@ -205,7 +222,8 @@ absl::Status Checker::finish(const v1::TaskDescription& task, const v1::Message*
   return absl::OkStatus();
 }
 
-absl::StatusOr<Played> Checker::play(const v1::TaskDescription& task, uint64_t instance, const v1::Message* reply) {
+absl::StatusOr<Played> Checker::play(const v1::TaskDescription& task, uint64_t instance,
+                                     const v1::Message* reply) {
   ASSIGN_OR_RETURN(Played episode, begin(task, instance, reply == nullptr));
   RETURN_IF_ERROR(finish(task, reply, &episode));
   return episode;
@@ -229,7 +247,8 @@ Outcome Checker::describe_is_sane() {
 }
 
 Outcome Checker::wrong_names_are_refused(const v1::TaskDescription& task) {
-  RETURN_IF_ERROR(expect_refusal("Reset of task \"no such task\"", reset(new_id(), "no such task", 0).status(),
+  RETURN_IF_ERROR(expect_refusal("Reset of task \"no such task\"",
+                                 reset(new_id(), "no such task", 0).status(),
                                  absl::StatusCode::kInvalidArgument, "task"));
   RETURN_IF_ERROR(expect_refusal("Reset without an episode_id", reset("", task.name(), 0).status(),
                                  absl::StatusCode::kInvalidArgument, "episode_id"));
@@ -312,7 +331,8 @@ Outcome Checker::step_repeats(const v1::TaskDescription& task) {
     if (!first.ok()) return failed(absl::StrCat("Step of turn ", turn), first.status());
     const auto second = step(id, turn, say("hello"));
     if (!second.ok()) return failed(absl::StrCat("Step of turn ", turn, " again"), second.status());
-    if (!MessageDifferencer::Equals(*first, *second)) return wrong("turn ", turn, ": the second answer differs from the first");
+    if (!MessageDifferencer::Equals(*first, *second))
+      return wrong("turn ", turn, ": the second answer differs from the first");
     if (first->done()) break;
   }
   static_cast<void>(close(id));
@@ -324,7 +344,8 @@ Outcome Checker::wrong_turns_are_refused(const v1::TaskDescription& task) {
   if (const auto opening = reset(id, task.name(), 0); !opening.ok()) return failed("Reset", opening.status());
   for (const int turn : {7, -1}) {
     RETURN_IF_ERROR(expect_refusal(absl::StrCat("Step of turn ", turn, " where 0 is due"),
-                                   step(id, turn, say("hello")).status(), absl::StatusCode::kInvalidArgument, "turn"));
+                                   step(id, turn, say("hello")).status(), absl::StatusCode::kInvalidArgument,
+                                   "turn"));
   }
   const auto first = step(id, 0, say("hello"));
   static_cast<void>(close(id));
@@ -353,7 +374,8 @@ Outcome Checker::solutions_win(const v1::TaskDescription& task) {
     const auto other = play(task, instance, &nonsense);
     if (!other.ok()) return wrong("instance ", instance, ": ", std::string(other.status().message()));
     if (solved->reward <= other->reward) {
-      return wrong("instance ", instance, ": the solution earns ", solved->reward, ", nonsense ", other->reward);
+      return wrong("instance ", instance, ": the solution earns ", solved->reward, ", nonsense ",
+                   other->reward);
     }
     least = std::min(least, solved->reward);
   }
@@ -376,7 +398,8 @@ Outcome Checker::garbage_does_no_harm(const v1::TaskDescription& task) {
       {"a message without a role", v1::Message()}};
   for (const auto& [what, message] : messages) {
     const std::string id = new_id();
-    if (const auto opening = reset(id, task.name(), 0); !opening.ok()) return failed("Reset", opening.status());
+    if (const auto opening = reset(id, task.name(), 0); !opening.ok())
+      return failed("Reset", opening.status());
     const auto answer = step(id, 0, message);
     if (answer.ok()) {
       if (const absl::Status valid = valid_step(*answer, false); !valid.ok()) {
@@ -385,7 +408,8 @@ Outcome Checker::garbage_does_no_harm(const v1::TaskDescription& task) {
     } else if (answer.status().code() != absl::StatusCode::kInvalidArgument) {
       return failed(absl::StrCat("Step with ", what), answer.status());
     }
-    if (const auto alive = describe(); !alive.ok()) return failed(absl::StrCat("Describe after ", what), alive.status());
+    if (const auto alive = describe(); !alive.ok())
+      return failed(absl::StrCat("Describe after ", what), alive.status());
     static_cast<void>(close(id));
   }
   return "";
@@ -395,7 +419,8 @@ Outcome Checker::closed_is_unknown(const v1::TaskDescription& task) {
   const std::string id = new_id();
   if (const auto opening = reset(id, task.name(), 0); !opening.ok()) return failed("Reset", opening.status());
   if (const absl::Status closed = close(id); !closed.ok()) return failed("Close", closed);
-  RETURN_IF_ERROR(expect_refusal("Step after Close", step(id, 0, say("hello")).status(), absl::StatusCode::kNotFound, ""));
+  RETURN_IF_ERROR(expect_refusal("Step after Close", step(id, 0, say("hello")).status(),
+                                 absl::StatusCode::kNotFound, ""));
   // Either is an answer to a retry: the caller is done with the episode.
   if (const absl::Status again = close(id); !again.ok() && again.code() != absl::StatusCode::kNotFound) {
     return failed("Close again", again);
@@ -464,8 +489,10 @@ Outcome Checker::stream_equals_calls(const v1::TaskDescription& task) {
     for (const std::string& id : ids) {
       const v1::EpisodeResponse& response = by_id[id];
       if (response.has_error()) return wrong("Episodes: error \"", response.error().message(), "\"");
-      if (round == 0 && !MessageDifferencer::Equals(response.reset(), *opening)) return wrong("Episodes: reset differs from Reset's answer");
-      if (round == 1 && !MessageDifferencer::Equals(response.step(), *answer)) return wrong("Episodes: step differs from Step's answer");
+      if (round == 0 && !MessageDifferencer::Equals(response.reset(), *opening))
+        return wrong("Episodes: reset differs from Reset's answer");
+      if (round == 1 && !MessageDifferencer::Equals(response.step(), *answer))
+        return wrong("Episodes: step differs from Step's answer");
       if (round == 2 && !response.has_close()) return wrong("Episodes: close: no answer");
     }
     if (round == 0 && by_id[unknown].error().code() != static_cast<int>(absl::StatusCode::kNotFound)) {
@@ -473,7 +500,8 @@ Outcome Checker::stream_equals_calls(const v1::TaskDescription& task) {
     }
     ++round;
   }
-  if (const absl::Status ended = stream->finish(); !ended.ok()) return failed("Episodes: after the last request", ended);
+  if (const absl::Status ended = stream->finish(); !ended.ok())
+    return failed("Episodes: after the last request", ended);
   return "two episodes at once";
 }
 
@@ -484,7 +512,8 @@ std::vector<CheckResult> check_environment(EnvironmentClient& client, const Chec
   Checker checker(client, options);
   std::vector<CheckResult> results;
   const auto record = [&](const std::string& task, const char* name, const Outcome& outcome) {
-    results.push_back({task, name, outcome.ok(), outcome.ok() ? *outcome : std::string(outcome.status().message())});
+    results.push_back(
+        {task, name, outcome.ok(), outcome.ok() ? *outcome : std::string(outcome.status().message())});
     report(results.back());
   };
   record("", "Describe answers, names tasks and repeats itself", checker.describe_is_sane());

@@ -23,7 +23,8 @@ class Stream final : public EnvironmentStream {
     context_.TryCancel();
     static_cast<void>(finish());
   }
-  absl::StatusOr<std::vector<v1::EpisodeResponse>> exchange(const std::vector<v1::EpisodeRequest>& requests) override {
+  absl::StatusOr<std::vector<v1::EpisodeResponse>> exchange(
+      const std::vector<v1::EpisodeRequest>& requests) override {
     for (const v1::EpisodeRequest& request : requests) {
       if (!stream_->Write(request)) return broken();
     }
@@ -49,7 +50,8 @@ class Stream final : public EnvironmentStream {
   absl::Status broken() {
     finished_ = true;
     const absl::Status status = from_peer(stream_->Finish());
-    return status.ok() ? absl::UnavailableError("the server ended the stream before it had answered") : status;
+    return status.ok() ? absl::UnavailableError("the server ended the stream before it had answered")
+                       : status;
   }
 
   grpc::ClientContext context_;

@@ -16,7 +16,8 @@ class EnvironmentStream {
  public:
   virtual ~EnvironmentStream() = default;  // cancels what is still open
   // Sends the requests and waits for as many responses, in the order they come.
-  virtual absl::StatusOr<std::vector<v1::EpisodeResponse>> exchange(const std::vector<v1::EpisodeRequest>& requests) = 0;
+  virtual absl::StatusOr<std::vector<v1::EpisodeResponse>> exchange(
+      const std::vector<v1::EpisodeRequest>& requests) = 0;
   // Says that there is nothing more to send and waits for the server's end.
   virtual absl::Status finish() = 0;
 };
@@ -26,9 +27,11 @@ class EnvironmentClient {
  public:
   virtual ~EnvironmentClient() = default;
   virtual absl::StatusOr<v1::DescribeResponse> describe(absl::Duration timeout) = 0;
-  virtual absl::StatusOr<v1::ResetResponse> reset(const v1::ResetRequest& request, absl::Duration timeout) = 0;
+  virtual absl::StatusOr<v1::ResetResponse> reset(const v1::ResetRequest& request,
+                                                  absl::Duration timeout) = 0;
   virtual absl::StatusOr<v1::StepResponse> step(const v1::StepRequest& request, absl::Duration timeout) = 0;
-  virtual absl::StatusOr<v1::CloseResponse> close(const v1::CloseRequest& request, absl::Duration timeout) = 0;
+  virtual absl::StatusOr<v1::CloseResponse> close(const v1::CloseRequest& request,
+                                                  absl::Duration timeout) = 0;
   virtual std::unique_ptr<EnvironmentStream> stream(absl::Duration timeout) = 0;
 
   static std::unique_ptr<EnvironmentClient> dial(const std::string& address);

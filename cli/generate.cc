@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <optional>
 
 #include "cli/commands.h"
 #include "cli/runtime.h"
@@ -23,6 +24,7 @@ struct Flags {
   float min_p = 0.0f;
   uint64_t seed = 0;
   bool ignore_eos = false;
+  bool weight_panels = true;
   bool json = false;
 };
 
@@ -62,6 +64,10 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
                    model::Cache::create(config, {.tokens = prompt_tokens + max_tokens, .sequences = 1,
                                                  .dtype = runtime.loaded.store.dtype()}));
   ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
+  std::optional<model::WeightPanels> panels;
+  if (flags.weight_panels) {
+    ASSIGN_OR_RETURN(panels, model::WeightPanels::create(runtime.loaded.store));
+  }
   Generation out;
   std::vector<int32_t> pending = prompt;  // not yet in the cache
   while (static_cast<int64_t>(out.ids.size()) < max_tokens) {
@@ -71,7 +77,7 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
                              .cached = {sequence}};
     ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
                      model::prepare_batch(config, batch, cache.get(), runtime.arena, *runtime.stream));
-    model::Step step{*runtime.stream, runtime.arena, prepared};
+    model::Step step{*runtime.stream, runtime.arena, prepared, panels ? &*panels : nullptr};
     const kernels::Tensor hidden = runtime.model->forward(weights, step, nullptr);
     pending.erase(pending.begin(), pending.begin() + count);
     if (!pending.empty()) continue;
@@ -129,6 +135,7 @@ Run add_generate(CLI::App& app) {
   app.add_option("--min-p", flags->min_p, "Sample among tokens at least this fraction as probable as the first");
   app.add_option("--seed", flags->seed, "Of the random draws");
   app.add_flag("--ignore-eos", flags->ignore_eos, "Go on after an end-of-sequence token");
+  app.add_flag("!--no-weight-panels", flags->weight_panels, "Keep one copy of the weights: less memory, slower");
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
   app.add_option("--threads", flags->runtime.threads, "CPU threads");
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [...]}");

@@ -3,14 +3,13 @@
 #include <cstdlib>
 
 #include "cli/commands.h"
-#include "cli/console.h"
 #include "cli/environments.h"
 #include "cli/job_file.h"
 #include "cli/signals.h"
+#include "cli/training.h"
 #include "common/status.h"
 #include "gateway/gateway.h"
 #include "learner/learner.h"
-#include "learner/tensorboard.h"
 #include "parallel/mpi_group.h"
 
 namespace slipstream::cli {
@@ -85,27 +84,8 @@ absl::Status run_learner(const RoleFlags& flags) {
     if (root) RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.learner_metrics_address), log));
     ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
                      learner::Learner::create(job.learner, job.shared, group, metrics, log));
-    ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.learner.tokenizer));
-    std::unique_ptr<learner::TensorBoardWriter> board;
-    if (root) {
-      ASSIGN_OR_RETURN(board, learner::TensorBoardWriter::open(job.shared.run_directory() + "/tensorboard"));
-      std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());
-    }
-    Console console(stdout);
-    learner::Observers observers;
-    if (root) {
-      observers.step = [&](const learner::StepReport& report) { console.step(report); };
-      observers.scalars = [&](int64_t step, const std::vector<std::pair<std::string, double>>& values) {
-        for (const auto& [name, value] : values) board->scalar(name, step, value);
-        board->flush();
-      };
-      observers.tokenizer = tokenizer.get();
-    }
-    const absl::Status trained = learner->run(signals.token(), observers);
-    if (root) console.finish();
-    if (!absl::IsCancelled(trained)) return trained;
-    if (root) std::printf("stopped at step %lld; the same command goes on from there\n", static_cast<long long>(learner->step()));
-    return absl::OkStatus();
+    if (root) std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());
+    return train(*learner, job, root, signals.token(), log, nullptr);
   }();
   if (!status.ok() && world != nullptr) {
     std::fprintf(stderr, "slipstream learner: rank %d: %s\n", group.rank(), std::string(status.message()).c_str());

@@ -1,41 +1,38 @@
 // slipstream run: gateway, one rollout worker and the learner in one process, joined by the same sockets as apart.
+#include <algorithm>
 #include <cstdio>
+#include <vector>
 
 #include "cli/commands.h"
-#include "cli/console.h"
 #include "cli/environments.h"
 #include "cli/job_file.h"
 #include "cli/report.h"
 #include "cli/signals.h"
+#include "cli/training.h"
 #include "common/status.h"
 #include "gateway/gateway.h"
 #include "learner/learner.h"
-#include "learner/tensorboard.h"
 
 namespace slipstream::cli {
 namespace {
 
-// The mean of the rewards of the first and last steps of RL: what a user wants to know first.
-class RewardSummary {
- public:
-  void step(const learner::StepReport& report) {
-    if (report.phase != learner::Phase::kRl || !report.reward_mean.has_value()) return;
-    rewards_.push_back(*report.reward_mean);
-  }
-  bool empty() const { return rewards_.empty(); }
-  double first() const { return mean(rewards_.begin(), rewards_.begin() + count()); }
-  double last() const { return mean(rewards_.end() - count(), rewards_.end()); }
+double mean(const double* begin, size_t count) {
+  double sum = 0.0;
+  for (size_t i = 0; i < count; ++i) sum += begin[i];
+  return sum / static_cast<double>(count);
+}
 
- private:
-  using Iterator = std::vector<double>::const_iterator;
-  std::ptrdiff_t count() const { return std::min<std::ptrdiff_t>(10, std::ssize(rewards_)); }
-  static double mean(Iterator begin, Iterator end) {
-    double sum = 0.0;
-    for (Iterator i = begin; i != end; ++i) sum += *i;
-    return sum / static_cast<double>(end - begin);
+// What a user wants to know first.
+void print_summary(const std::vector<double>& rewards, const std::string& report) {
+  if (rewards.empty()) {
+    std::printf("nothing was left to do: the run had ended before. For another one: --set run.id=NAME\n");
+  } else {
+    const size_t count = std::min<size_t>(10, rewards.size());
+    std::printf("mean reward %.3f -> %.3f (first and last %zu steps of RL)\n", mean(rewards.data(), count),
+                mean(rewards.data() + rewards.size() - count, count), count);
   }
-  std::vector<double> rewards_;
-};
+  std::printf("report: %s\n", report.c_str());
+}
 
 absl::Status run(const JobFlags& flags) {
   SignalStop signals;
@@ -57,41 +54,18 @@ absl::Status run(const JobFlags& flags) {
   job.rollout.learner_address = learner->weights_address();
   ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, rollout_log));
 
-  ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.gateway.tokenizer));
   const std::string directory = job.shared.run_directory();
-  ASSIGN_OR_RETURN(const std::unique_ptr<learner::TensorBoardWriter> board,
-                   learner::TensorBoardWriter::open(directory + "/tensorboard"));
-  Console console(stdout);
-  RewardSummary rewards;
   std::printf("run %s: model %s, everything below %s/\n", job.shared.run_id.c_str(), job.learner.model_path.c_str(),
               directory.c_str());
-  const learner::Observers observers{
-      .step = [&](const learner::StepReport& report) {
-        console.step(report);
-        rewards.step(report);
-      },
-      .scalars = [&](int64_t step, const std::vector<std::pair<std::string, double>>& values) {
-        for (const auto& [name, value] : values) board->scalar(name, step, value);
-        board->flush();
-      },
-      .tokenizer = tokenizer.get()};
-  const absl::Status status = learner->run(signals.token(), observers);
-  console.finish();
+  std::vector<double> rewards;
+  const absl::Status status = train(*learner, job, true, signals.token(), learner_log, &rewards);
   worker->drain(absl::Now() + absl::Milliseconds(500));
   gateway->stop();
-  if (absl::IsCancelled(status)) {
-    std::printf("stopped at step %lld; the same command goes on from there\n", static_cast<long long>(learner->step()));
-    return absl::OkStatus();
-  }
   RETURN_IF_ERROR(status);
+  if (signals.token().stop_requested()) return absl::OkStatus();
   const std::string page = directory + "/report.html";
-  RETURN_IF_ERROR(write_report(directory, page));
-  if (rewards.empty()) {
-    std::printf("nothing left to do: the run had ended before. Another run: --set run.id=NAME\n");
-  } else {
-    std::printf("mean reward %.3f -> %.3f (first and last ten steps of RL)\n", rewards.first(), rewards.last());
-  }
-  std::printf("report: %s\n", page.c_str());
+  RETURN_IF_ERROR(write_report(directory, page).status());
+  print_summary(rewards, page);
   return absl::OkStatus();
 }
 

@@ -54,7 +54,8 @@ class ArithmeticTask final : public EpisodicTask {
   Problem problem_;
 };
 
-TaskEntry entry(const char* name, const char* description, uint64_t num_instances, ArithmeticTask::Make make) {
+TaskEntry entry(const char* name, const char* description, uint64_t num_instances,
+                ArithmeticTask::Make make) {
   return {describe_task(name, description, num_instances, /*max_turns=*/1),
           [make] { return std::make_unique<ArithmeticTask>(make); }};
 }
@@ -62,9 +63,10 @@ TaskEntry entry(const char* name, const char* description, uint64_t num_instance
 }  // namespace
 
 std::vector<TaskEntry> arithmetic_tasks() {
-  return {entry("add", "The sum of two numbers from 0 to 19", 400, [](uint64_t i) { return addition(i, 20); }),
-          entry("add_small", "The sum of two digits", 100, [](uint64_t i) { return addition(i, 10); }),
-          entry("sub", "A number from 0 to 19 less one that is no larger", 210, &subtraction)};
+  return {
+      entry("add", "The sum of two numbers from 0 to 19", 400, [](uint64_t i) { return addition(i, 20); }),
+      entry("add_small", "The sum of two digits", 100, [](uint64_t i) { return addition(i, 10); }),
+      entry("sub", "A number from 0 to 19 less one that is no larger", 210, &subtraction)};
 }
 
 }  // namespace slipstream::examples

@@ -3,6 +3,9 @@
 #include "examples/environment_service.h"
 
 int main(int argc, char** argv) {
-  return slipstream::examples::environment_main(
-      argc, argv, {.name = "calculator", .tasks = slipstream::examples::calculator_tasks(), .faults = {}, .episodes = {}});
+  return slipstream::examples::environment_main(argc, argv,
+                                                {.name = "calculator",
+                                                 .tasks = slipstream::examples::calculator_tasks(),
+                                                 .faults = {},
+                                                 .episodes = {}});
 }

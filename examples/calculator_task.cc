@@ -38,9 +38,11 @@ class CalculatorTask final : public EpisodicTask {
     const uint64_t bits = spread(instance);
     operations_.push_back({static_cast<int64_t>(bits % 1000), "+-*"[(bits >> 20) % 3],
                            static_cast<int64_t>((bits >> 24) % 1000)});
-    std::string question = absl::StrCat(operations_[0].a, std::string(1, operations_[0].op), operations_[0].b);
+    std::string question =
+        absl::StrCat(operations_[0].a, std::string(1, operations_[0].op), operations_[0].b);
     if (num_operations_ == 2) {
-      operations_.push_back({operations_[0].result(), "+-"[(bits >> 40) % 2], static_cast<int64_t>((bits >> 44) % 1000)});
+      operations_.push_back(
+          {operations_[0].result(), "+-"[(bits >> 40) % 2], static_cast<int64_t>((bits >> 44) % 1000)});
       absl::StrAppend(&question, std::string(1, operations_[1].op), operations_[1].b);
     }
     v1::ResetResponse out;
@@ -55,8 +57,9 @@ class CalculatorTask final : public EpisodicTask {
   v1::StepResponse step(const v1::Message& message, v1::FinishReason finish_reason) override {
     v1::StepResponse out;
     if (message.tool_calls_size() == 0) {
-      const bool right = finish_reason != v1::FINISH_REASON_LENGTH &&
-                         absl::StripAsciiWhitespace(message.content()) == absl::StrCat(operations_.back().result());
+      const bool right =
+          finish_reason != v1::FINISH_REASON_LENGTH &&
+          absl::StripAsciiWhitespace(message.content()) == absl::StrCat(operations_.back().result());
       out.set_done(true);
       out.set_reward(right ? 1.0 : 0.0);
       (*out.mutable_reward_parts())["correct"] = out.reward();
@@ -71,7 +74,8 @@ class CalculatorTask final : public EpisodicTask {
         result = "error: no such tool, expected calc";
       } else {
         result = calculate(call.arguments());
-        if (result == absl::StrCat(operations_[std::min(num_right_, operations_.size() - 1)].result())) ++num_right_;
+        if (result == absl::StrCat(operations_[std::min(num_right_, operations_.size() - 1)].result()))
+          ++num_right_;
       }
       v1::Message& reply = *out.add_messages();
       reply = text_message(v1::ROLE_TOOL, std::move(result));
@@ -89,7 +93,8 @@ class CalculatorTask final : public EpisodicTask {
     out.set_role(v1::ROLE_ASSISTANT);
     v1::ToolCall& call = *out.add_tool_calls();
     call.set_name("calc");
-    call.set_arguments(absl::StrCat("{\"a\":", next.a, ",\"op\":\"", std::string(1, next.op), "\",\"b\":", next.b, "}"));
+    call.set_arguments(
+        absl::StrCat("{\"a\":", next.a, ",\"op\":\"", std::string(1, next.op), "\",\"b\":", next.b, "}"));
     return out;
   }
 
@@ -114,10 +119,12 @@ std::string calculate(const std::string& arguments) {
   for (int i = 0; i < 2; ++i) {
     const char* key = i == 0 ? "a" : "b";
     const auto value = json.find(key);
-    if (value == json.end() || !value->is_number_integer()) return absl::StrCat("error: ", key, ": expected an integer");
+    if (value == json.end() || !value->is_number_integer())
+      return absl::StrCat("error: ", key, ": expected an integer");
     // An unsigned value that does not fit int64_t reads as negative, so both forms are compared.
-    const bool fits = value->is_number_unsigned() ? value->get<uint64_t>() <= uint64_t{kMaxOperand}
-                                                  : value->get<int64_t>() >= -kMaxOperand && value->get<int64_t>() <= kMaxOperand;
+    const bool fits = value->is_number_unsigned()
+                          ? value->get<uint64_t>() <= uint64_t{kMaxOperand}
+                          : value->get<int64_t>() >= -kMaxOperand && value->get<int64_t>() <= kMaxOperand;
     if (!fits) return absl::StrCat("error: ", key, ": expected at most ", kMaxOperand);
     operands[i] = value->get<int64_t>();
   }

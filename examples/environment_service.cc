@@ -67,7 +67,8 @@ class Handler {
     const Fault fault = faults_ ? faults_() : Fault{};
     if (fault.kind == FaultKind::kExit) std::_Exit(1);
     *delay = fault.kind == FaultKind::kStall ? absl::InfiniteDuration() : fault.delay;
-    if (fault.kind == FaultKind::kAbort) return {grpc::StatusCode::INTERNAL, "this environment crashes on purpose"};
+    if (fault.kind == FaultKind::kAbort)
+      return {grpc::StatusCode::INTERNAL, "this environment crashes on purpose"};
     if (!answer.ok()) return rpc::to_grpc(answer.status());
     *response = *std::move(answer);
     if (fault.kind == FaultKind::kGarbage) make_garbage(fault.garbage, response);
@@ -78,8 +79,8 @@ class Handler {
   const FaultSource faults_;
 };
 
-// One Episodes stream. Answers go out as they become due. Owns itself: whoever calls Finish may not touch it afterwards, so
-// it is called outside the lock.
+// One Episodes stream. Answers go out as they become due. Owns itself: whoever calls Finish may not touch it
+// afterwards, so it is called outside the lock.
 class EpisodeStream final : public grpc::ServerBidiReactor<v1::EpisodeRequest, v1::EpisodeResponse> {
  public:
   explicit EpisodeStream(Handler& handler) : handler_(handler) { StartRead(&request_); }
@@ -178,7 +179,8 @@ class EpisodeStream final : public grpc::ServerBidiReactor<v1::EpisodeRequest, v
         StartWrite(&ready_.front());
       }
     }
-    const bool finish = no_more_requests_ && !reading_ && !writing_ && held_.empty() && ready_.empty() && !finished_;
+    const bool finish =
+        no_more_requests_ && !reading_ && !writing_ && held_.empty() && ready_.empty() && !finished_;
     if (finish) finished_ = true;
     mutex_.Unlock();
     if (finish) Finish(grpc::Status::OK);
@@ -188,7 +190,8 @@ class EpisodeStream final : public grpc::ServerBidiReactor<v1::EpisodeRequest, v
   v1::EpisodeRequest request_;  // the read's
   absl::Mutex mutex_;
   std::unordered_map<const Held*, std::shared_ptr<Held>> held_ ABSL_GUARDED_BY(mutex_);
-  std::deque<v1::EpisodeResponse> ready_ ABSL_GUARDED_BY(mutex_);  // the front one is being written when writing_
+  std::deque<v1::EpisodeResponse> ready_
+      ABSL_GUARDED_BY(mutex_);  // the front one is being written when writing_
   bool reading_ ABSL_GUARDED_BY(mutex_) = true;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool no_more_requests_ ABSL_GUARDED_BY(mutex_) = false;
@@ -218,7 +221,8 @@ class EnvironmentService final : public v1::Environment::CallbackService {
                                   v1::CloseResponse* response) override {
     return answer(*request, response);
   }
-  grpc::ServerBidiReactor<v1::EpisodeRequest, v1::EpisodeResponse>* Episodes(grpc::CallbackServerContext*) override {
+  grpc::ServerBidiReactor<v1::EpisodeRequest, v1::EpisodeResponse>* Episodes(
+      grpc::CallbackServerContext*) override {
     return new EpisodeStream(handler_);
   }
 

@@ -28,8 +28,8 @@ class EnvironmentServer {
                                                                   EnvironmentProgram program);
 };
 
-// What main() of an environment does: serves until SIGTERM or SIGINT, after printing "listening on host:port". Returns the
-// exit code. No thread may run before it.
+// What main() of an environment does: serves until SIGTERM or SIGINT, after printing "listening on
+// host:port". Returns the exit code. No thread may run before it.
 int serve_until_signal(const std::string& address, EnvironmentProgram program);
 // The same with a command line of just --address.
 int environment_main(int argc, char** argv, EnvironmentProgram program);

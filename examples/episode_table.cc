@@ -10,7 +10,8 @@ constexpr size_t kMaxIdBytes = 256;
 // Names in messages come from the peer: any bytes, any length.
 std::string quoted(const std::string& text) {
   constexpr size_t kShown = 64;
-  return absl::StrCat("\"", absl::CHexEscape(text.substr(0, kShown)), text.size() > kShown ? "..." : "", "\"");
+  return absl::StrCat("\"", absl::CHexEscape(text.substr(0, kShown)), text.size() > kShown ? "..." : "",
+                      "\"");
 }
 
 absl::Status valid_id(const std::string& id) {
@@ -64,12 +65,13 @@ absl::StatusOr<v1::ResetResponse> EpisodeTable::reset(const v1::ResetRequest& re
   expire(now);
   if (const Episode* episode = find(request.episode_id(), now)) {
     if (episode->entry == entry && episode->instance == request.instance()) return episode->opening;
-    return absl::InvalidArgumentError(absl::StrCat("episode_id: ", quoted(request.episode_id()),
-                                                   " is open with another task or instance, expected a new id"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("episode_id: ", quoted(request.episode_id()),
+                     " is open with another task or instance, expected a new id"));
   }
   if (episodes_.size() >= static_cast<size_t>(config_.episodes_max)) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("episodes: ", episodes_.size(), " are open, expected fewer than ", config_.episodes_max));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "episodes: ", episodes_.size(), " are open, expected fewer than ", config_.episodes_max));
   }
   Episode& episode = episodes_.emplace_back();
   episode.id = request.episode_id();
@@ -91,13 +93,15 @@ absl::StatusOr<v1::StepResponse> EpisodeTable::step(const v1::StepRequest& reque
   expire(now);
   Episode* episode = find(request.episode_id(), now);
   if (episode == nullptr) {
-    return absl::NotFoundError(absl::StrCat("episode_id: ", quoted(request.episode_id()), ", no such episode is open"));
+    return absl::NotFoundError(
+        absl::StrCat("episode_id: ", quoted(request.episode_id()), ", no such episode is open"));
   }
   const int next = static_cast<int>(episode->answers.size());
   const bool done = next > 0 && episode->answers.back().done();
   if (request.turn() < 0 || request.turn() > next || (done && request.turn() == next)) {
-    return absl::InvalidArgumentError(done ? absl::StrCat("turn: ", request.turn(), ", the episode ended with turn ", next - 1)
-                                           : absl::StrCat("turn: ", request.turn(), ", expected ", next));
+    return absl::InvalidArgumentError(
+        done ? absl::StrCat("turn: ", request.turn(), ", the episode ended with turn ", next - 1)
+             : absl::StrCat("turn: ", request.turn(), ", expected ", next));
   }
   if (request.turn() < next) return episode->answers[static_cast<size_t>(request.turn())];
   v1::StepResponse answer = episode->task->step(request.message(), request.finish_reason());

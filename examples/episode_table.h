@@ -1,5 +1,5 @@
-// The episodes an environment server has open: finds them by id, answers repeated calls with the first answer, forgets what
-// nobody asks for. Knows no gRPC.
+// The episodes an environment server has open: finds them by id, answers repeated calls with the first
+// answer, forgets what nobody asks for. Knows no gRPC.
 #pragma once
 
 #include <list>
@@ -20,7 +20,7 @@ namespace slipstream::examples {
 class EpisodeTable {
  public:
   struct Config {
-    int episodes_max = 4096;                  // open at once
+    int episodes_max = 4096;                   // open at once
     absl::Duration idle_max = absl::Hours(1);  // an episode nobody calls is forgotten after this
   };
 
@@ -28,8 +28,8 @@ class EpisodeTable {
 
   const v1::DescribeResponse& describe() const { return description_; }
 
-  // InvalidArgument names the field: an id, a task or an instance that does not exist, or another problem than the one this
-  // episode was reset with. ResourceExhausted: too many are open.
+  // InvalidArgument names the field: an id, a task or an instance that does not exist, or another problem
+  // than the one this episode was reset with. ResourceExhausted: too many are open.
   absl::StatusOr<v1::ResetResponse> reset(const v1::ResetRequest& request, absl::Time now);
   // NotFound: the episode. InvalidArgument: a turn that is neither the next one nor an answered one.
   absl::StatusOr<v1::StepResponse> step(const v1::StepRequest& request, absl::Time now);

@@ -1,5 +1,5 @@
-// Goal: repeated calls get the first answer again, wrong ones an error that names the field and change nothing, and what
-// nobody asks for is forgotten.
+// Goal: repeated calls get the first answer again, wrong ones an error that names the field and change
+// nothing, and what nobody asks for is forgotten.
 #include "examples/episode_table.h"
 
 #include "absl/strings/match.h"
@@ -11,7 +11,8 @@ namespace {
 
 const absl::Time kStart = absl::FromUnixSeconds(1'000'000);
 
-v1::ResetRequest reset_request(const std::string& id, uint64_t instance = 6, const std::string& task = "guess") {
+v1::ResetRequest reset_request(const std::string& id, uint64_t instance = 6,
+                               const std::string& task = "guess") {
   v1::ResetRequest request;
   request.set_episode_id(id);
   request.set_task(task);
@@ -60,23 +61,27 @@ TEST(EpisodeTable, RepeatedCallsGetTheFirstAnswer) {
 
 TEST(EpisodeTable, ErrorsNameTheFieldAndChangeNothing) {
   EpisodeTable table("guess", guess_tasks(), {});
-  expect_error(table.reset(reset_request(""), kStart).status(), absl::StatusCode::kInvalidArgument, "episode_id: empty");
-  expect_error(table.reset(reset_request(std::string(257, 'x')), kStart).status(), absl::StatusCode::kInvalidArgument,
-               "episode_id: 257 bytes");
+  expect_error(table.reset(reset_request(""), kStart).status(), absl::StatusCode::kInvalidArgument,
+               "episode_id: empty");
+  expect_error(table.reset(reset_request(std::string(257, 'x')), kStart).status(),
+               absl::StatusCode::kInvalidArgument, "episode_id: 257 bytes");
   expect_error(table.reset(reset_request("a", 0, std::string("\xff\n", 2)), kStart).status(),
                absl::StatusCode::kInvalidArgument, "task: \"\\xff\\n\"");
   expect_error(table.reset(reset_request("a", 20), kStart).status(), absl::StatusCode::kInvalidArgument,
                "instance: 20, expected 0 .. 19");
-  EXPECT_LT(table.reset(reset_request("a", 0, std::string(1 << 20, 'x')), kStart).status().message().size(), 200u);
+  EXPECT_LT(table.reset(reset_request("a", 0, std::string(1 << 20, 'x')), kStart).status().message().size(),
+            200u);
   EXPECT_EQ(table.num_open(), 0u);
 
   ASSERT_TRUE(table.reset(reset_request("a"), kStart).ok());
   expect_error(table.reset(reset_request("a", 5), kStart).status(), absl::StatusCode::kInvalidArgument,
                "another task or instance");
-  expect_error(table.step(step_request("b", 0, "3"), kStart).status(), absl::StatusCode::kNotFound, "episode_id: \"b\"");
+  expect_error(table.step(step_request("b", 0, "3"), kStart).status(), absl::StatusCode::kNotFound,
+               "episode_id: \"b\"");
   expect_error(table.step(step_request("a", 1, "3"), kStart).status(), absl::StatusCode::kInvalidArgument,
                "turn: 1, expected 0");
-  expect_error(table.step(step_request("a", -1, "3"), kStart).status(), absl::StatusCode::kInvalidArgument, "turn: -1");
+  expect_error(table.step(step_request("a", -1, "3"), kStart).status(), absl::StatusCode::kInvalidArgument,
+               "turn: -1");
   ASSERT_TRUE(table.step(step_request("a", 0, "7"), kStart)->done());
   expect_error(table.step(step_request("a", 1, "7"), kStart).status(), absl::StatusCode::kInvalidArgument,
                "turn: 1, the episode ended with turn 0");
@@ -107,7 +112,8 @@ TEST(EpisodeTable, ClosedEpisodesAreUnknown) {
   ASSERT_TRUE(table.reset(reset_request("a"), kStart).ok());
   EXPECT_TRUE(table.close(close_request("a"), kStart).ok());
   EXPECT_TRUE(table.close(close_request("a"), kStart).ok());
-  expect_error(table.step(step_request("a", 0, "3"), kStart).status(), absl::StatusCode::kNotFound, "episode_id");
+  expect_error(table.step(step_request("a", 0, "3"), kStart).status(), absl::StatusCode::kNotFound,
+               "episode_id");
   expect_error(table.close(close_request(""), kStart), absl::StatusCode::kInvalidArgument, "episode_id");
 }
 
@@ -117,9 +123,11 @@ TEST(EpisodeTable, IsBoundedAndForgetsWhatNobodyCalls) {
   ASSERT_TRUE(table.reset(reset_request("b"), kStart).ok());
   expect_error(table.reset(reset_request("c"), kStart).status(), absl::StatusCode::kResourceExhausted,
                "episodes: 2 are open, expected fewer than 2");
-  EXPECT_TRUE(table.reset(reset_request("a"), kStart + absl::Seconds(50)).ok());  // a repeat is no new episode
+  EXPECT_TRUE(
+      table.reset(reset_request("a"), kStart + absl::Seconds(50)).ok());  // a repeat is no new episode
   EXPECT_TRUE(table.reset(reset_request("c"), kStart + absl::Seconds(61)).ok());  // b was idle for too long
-  EXPECT_EQ(table.step(step_request("b", 0, "3"), kStart + absl::Seconds(61)).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(table.step(step_request("b", 0, "3"), kStart + absl::Seconds(61)).status().code(),
+            absl::StatusCode::kNotFound);
   EXPECT_TRUE(table.step(step_request("a", 0, "3"), kStart + absl::Seconds(61)).ok());
   EXPECT_EQ(table.num_open(), 2u);
 }

@@ -39,8 +39,10 @@ Fault RandomFaults::draw() {
 void make_garbage(uint64_t garbage, v1::ResetResponse* response) {
   response->clear_solution();
   switch (garbage % 3) {
-    case 0: return response->clear_messages();
-    case 1: return response->mutable_messages(0)->set_role(v1::ROLE_UNSPECIFIED);
+    case 0:
+      return response->clear_messages();
+    case 1:
+      return response->mutable_messages(0)->set_role(v1::ROLE_UNSPECIFIED);
     default: {
       v1::Tool& tool = *response->add_tools();
       tool.set_name(std::string("\xff\x00<", 3));
@@ -52,8 +54,10 @@ void make_garbage(uint64_t garbage, v1::ResetResponse* response) {
 void make_garbage(uint64_t garbage, v1::StepResponse* response) {
   response->clear_solution();
   switch (garbage % 4) {
-    case 0: return response->set_reward(std::numeric_limits<double>::quiet_NaN());
-    case 1: return response->set_reward(std::numeric_limits<double>::infinity());
+    case 0:
+      return response->set_reward(std::numeric_limits<double>::quiet_NaN());
+    case 1:
+      return response->set_reward(std::numeric_limits<double>::infinity());
     case 2:  // not done, and nothing to go on with
       response->clear_messages();
       return response->set_done(false);

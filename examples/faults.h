@@ -22,8 +22,8 @@ enum class FaultKind {
 
 struct Fault {
   FaultKind kind = FaultKind::kNone;
-  absl::Duration delay;     // before the answer
-  uint64_t garbage = 0;     // which kind
+  absl::Duration delay;  // before the answer
+  uint64_t garbage = 0;  // which kind
 };
 
 // Drawn for every Reset and Step; empty: none.

@@ -24,8 +24,8 @@ class GuessTask final : public EpisodicTask {
     --turns_;
     int guess = 0;
     const bool number = finish_reason != v1::FINISH_REASON_LENGTH &&
-                        absl::SimpleAtoi(absl::StripAsciiWhitespace(message.content()), &guess) && guess >= 1 &&
-                        guess <= most_;
+                        absl::SimpleAtoi(absl::StripAsciiWhitespace(message.content()), &guess) &&
+                        guess >= 1 && guess <= most_;
     const bool found = number && guess == secret_;
     v1::StepResponse out;
     out.set_done(found || turns_ == 0);

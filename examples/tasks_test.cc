@@ -1,5 +1,5 @@
-// Goal: the tasks pay for what they say they pay for, their solutions are right for every instance, and no message, however
-// strange, does more than cost a turn.
+// Goal: the tasks pay for what they say they pay for, their solutions are right for every instance, and no
+// message, however strange, does more than cost a turn.
 #include <cmath>
 #include <limits>
 #include <map>
@@ -91,7 +91,8 @@ TEST(Arithmetic, PaysForTheExactAnswerOnly) {
   EXPECT_EQ(reward(say("22")), 1.0);
   EXPECT_EQ(reward(say(" 22\n")), 1.0);
   EXPECT_EQ(reward(say("22"), v1::FINISH_REASON_LENGTH), 0.0);
-  for (const char* wrong : {"", "2", "222", "022", "22.0", "22 22", "+22", "twenty-two"}) EXPECT_EQ(reward(say(wrong)), 0.0) << wrong;
+  for (const char* wrong : {"", "2", "222", "022", "22.0", "22 22", "+22", "twenty-two"})
+    EXPECT_EQ(reward(say(wrong)), 0.0) << wrong;
   EXPECT_EQ(reward(call("calc", "{}")), 0.0);
 }
 
@@ -114,7 +115,8 @@ TEST(Calculator, RunsTheToolAndAnswersEachCall) {
   EXPECT_EQ(calculate(R"({"a":-3,"op":"-","b":4})"), "-7");
   EXPECT_EQ(calculate(R"({"a":1000000000,"op":"*","b":-1000000000})"), "-1000000000000000000");
   EXPECT_EQ(calculate(R"({"a":1000000001,"op":"+","b":1})"), "error: a: expected at most 1000000000");
-  EXPECT_EQ(calculate(R"({"a":18446744073709551615,"op":"+","b":1})"), "error: a: expected at most 1000000000");
+  EXPECT_EQ(calculate(R"({"a":18446744073709551615,"op":"+","b":1})"),
+            "error: a: expected at most 1000000000");
   EXPECT_EQ(calculate(R"({"a":1.5,"op":"+","b":1})"), "error: a: expected an integer");
   EXPECT_EQ(calculate(R"({"a":1,"op":"+"})"), "error: b: expected an integer");
   EXPECT_EQ(calculate(R"({"a":1,"op":"/","b":1})"), "error: op: expected + - or *");
@@ -140,9 +142,13 @@ TEST(Calculator, RunsTheToolAndAnswersEachCall) {
 }
 
 TEST(Tasks, StrangeMessagesCostATurnAndNothingElse) {
-  const std::vector<v1::Message> strange = {
-      say(""), say(std::string("\x00\xff\xfe\n\r", 5)), say(std::string(1 << 20, '9')), say("99999999999999999999999"),
-      call("", ""), call("calc", std::string(1 << 20, '{')), v1::Message()};
+  const std::vector<v1::Message> strange = {say(""),
+                                            say(std::string("\x00\xff\xfe\n\r", 5)),
+                                            say(std::string(1 << 20, '9')),
+                                            say("99999999999999999999999"),
+                                            call("", ""),
+                                            call("calc", std::string(1 << 20, '{')),
+                                            v1::Message()};
   for (const TaskEntry& entry : all_tasks()) {
     for (const v1::Message& message : strange) {
       const auto task = entry.make();
@@ -167,8 +173,11 @@ TEST(Faults, LatencyHasTheQuantilesAskedFor) {
 }
 
 TEST(Faults, ComeAsOftenAsAskedForAndRepeatWithTheSeed) {
-  const RandomFaults::Config config = {
-      .abort_probability = 0.1, .stall_probability = 0.2, .garbage_probability = 0.3, .exit_probability = 0.05, .seed = 9};
+  const RandomFaults::Config config = {.abort_probability = 0.1,
+                                       .stall_probability = 0.2,
+                                       .garbage_probability = 0.3,
+                                       .exit_probability = 0.05,
+                                       .seed = 9};
   RandomFaults one(config), same(config);
   std::map<FaultKind, int> counts;
   for (int i = 0; i < 10000; ++i) {
@@ -194,7 +203,8 @@ TEST(Faults, GarbageBreaksTheRules) {
     v1::ResetResponse reset;
     *reset.add_messages() = text_message(v1::ROLE_USER, "1+1=");
     make_garbage(kind, &reset);
-    EXPECT_TRUE(reset.messages_size() == 0 || reset.messages(0).role() == v1::ROLE_UNSPECIFIED || reset.tools_size() == 1);
+    EXPECT_TRUE(reset.messages_size() == 0 || reset.messages(0).role() == v1::ROLE_UNSPECIFIED ||
+                reset.tools_size() == 1);
   }
 }
 

@@ -31,7 +31,17 @@ v1::GenerateRequest turn(const std::string& session, int max_tokens = 100, uint6
 class EngineClientTest : public ::testing::Test {
  protected:
   absl::StatusOr<Generation> generate(const v1::GenerateRequest& request, absl::Duration timeout = absl::Seconds(20)) {
-    return engine_.generate(request, absl::Now() + timeout, cancel_.get_token());
+    return engine_.generate(request, absl::Now() + timeout, cancel_.get_token(), [this](const v1::GenerateEvent& event) {
+      const absl::MutexLock lock(&mutex_);
+      received_ += event.ids_size();
+    });
+  }
+  // What a worker has sent is not yet what the client has: a cancelled call forgets the difference.
+  void wait_for_tokens(int count) {
+    const auto have = [&] { return received_ >= count; };
+    const absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&have));
+    received_ = 0;
   }
   std::unique_ptr<FakeWorker> worker(FakeWorker::Options options) {
     auto out = std::make_unique<FakeWorker>(std::move(options));
@@ -42,6 +52,8 @@ class EngineClientTest : public ::testing::Test {
   WorkerPool pool_{{.heartbeat_ms = 60'000, .heartbeat_misses = 3}, metrics_, quiet_logger()};
   EngineClient engine_{pool_, quiet_logger()};
   std::stop_source cancel_;
+  absl::Mutex mutex_;
+  int received_ = 0;
 };
 
 void expect_same(const Reply& reply, const Reply& expected) {
@@ -96,6 +108,7 @@ TEST_F(EngineClientTest, AKilledWorkersReplyGoesOnElsewhere) {
     absl::StatusOr<Generation> generation = absl::UnknownError("not run");
     std::jthread caller([&] { generation = generate(request); });
     reached.WaitForNotification();
+    wait_for_tokens(killed_at);
     const auto second = worker({.id = "heir", .start_time_us = killed_at + 1, .stop_in = 0});
     std::jthread killer([&] { first->kill(); });  // waits for the handler, whose stream is broken at once
     // The handler is let go only when its call is known to be lost.
@@ -112,6 +125,7 @@ TEST_F(EngineClientTest, AKilledWorkersReplyGoesOnElsewhere) {
     const auto whole = generate(turn("whole", 31));
     ASSERT_TRUE(whole.ok()) << whole.status();
     expect_same(generation->reply, whole->reply);
+    wait_for_tokens(0);
     v1::UnregisterRequest gone;
     for (const char* id : {"mortal", "heir"}) {
       gone.set_worker_id(id);
@@ -137,6 +151,7 @@ TEST_F(EngineClientTest, AWorkerDeclaredDeadIsLeft) {
   absl::StatusOr<Generation> generation = absl::UnknownError("not run");
   std::jthread caller([&] { generation = generate(turn("s", 10)); });
   reached.WaitForNotification();
+  wait_for_tokens(3);
   const auto second = worker({.id = "alive", .stop_in = 0});
   v1::UnregisterRequest gone;
   gone.set_worker_id("hanging");

@@ -173,7 +173,7 @@ void EnvironmentClient::keep_up(std::stop_token stop) {
     {
       const absl::MutexLock lock(&mutex_);
       while (up_ && !stop.stop_requested()) changed_.Wait(&mutex_);
-      if (description_.has_value()) {
+      if (was_up_) {
         wait = pause_;
         pause_ = std::min(2 * pause_, kPauseMost);
       }
@@ -185,7 +185,7 @@ void EnvironmentClient::keep_up(std::stop_token stop) {
     {
       const absl::MutexLock lock(&mutex_);
       const std::string error = rpc::printable({status.message().data(), status.message().size()});
-      first = !description_.has_value();
+      first = !was_up_;
       if (error != last_error_) log_->warn("environment {} at {}: Describe: {}", config_.name, config_.address, error);
       last_error_ = error;
     }
@@ -198,14 +198,16 @@ absl::Status EnvironmentClient::describe(std::stop_token stop) {
   const absl::Time deadline = absl::Now() + absl::Milliseconds(config_.reset_timeout_ms);
   RETURN_IF_ERROR(call_until(deadline, v1::DescribeRequest(), stop, &v1::Environment::Stub::Describe, answer));
   RETURN_IF_ERROR(validate(answer));
+  {
+    const absl::MutexLock lock(&mutex_);
+    description_ = answer;  // first: the callback may start episodes, which look their task up
+  }
   if (on_described_) RETURN_IF_ERROR(on_described_(answer));
   const absl::MutexLock lock(&mutex_);
-  // After a pause it is on trial: the next call decides.
-  failures_ = description_.has_value() ? config_.quarantine_after - 1 : 0;
-  description_ = std::move(answer);
-  up_ = true;
+  failures_ = was_up_ ? config_.quarantine_after - 1 : 0;  // after a pause it is on trial: the next call decides
+  up_ = was_up_ = true;
   metrics_.set(metric::kEnvironmentUp, 1, {config_.name});
-  log_->info("environment {} at {} is up, {} tasks", config_.name, config_.address, description_->tasks_size());
+  log_->info("environment {} at {} is up, {} tasks", config_.name, config_.address, answer.tasks_size());
   changed_.SignalAll();
   return absl::OkStatus();
 }

@@ -82,6 +82,7 @@ class EnvironmentClient {
   mutable absl::Mutex mutex_;
   absl::CondVar changed_;
   bool up_ ABSL_GUARDED_BY(mutex_) = false;  // it described itself and is not paused
+  bool was_up_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<v1::DescribeResponse> description_ ABSL_GUARDED_BY(mutex_);
   int failures_ ABSL_GUARDED_BY(mutex_) = 0;  // in a row
   absl::Duration pause_ ABSL_GUARDED_BY(mutex_);

@@ -111,6 +111,12 @@ std::optional<EpisodePlan> Ledger::next(std::stop_token stop) {
   return std::nullopt;
 }
 
+std::optional<EpisodePlan> Ledger::try_next() {
+  const absl::MutexLock lock(&mutex_);
+  absl::Time retry;
+  return stopped_ ? std::nullopt : take_plan(&retry);
+}
+
 std::optional<EpisodePlan> Ledger::take_plan(absl::Time* retry) {
   if (!schedule_.complete()) return std::nullopt;
   if (std::optional<EpisodePlan> demonstration = demonstrations_.next()) return demonstration;
@@ -131,14 +137,17 @@ int64_t Ledger::admission_limit() const {
   return (int64_t{config_.job.max_staleness} + 1) * config_.job.publish_every * config_.job.batch_trajectories();
 }
 
-// Members of groups that run or wait, and of the groups delivered in steps that keep the learner at its present version: the
-// steps of one version consume what one version admits. A group counts whole until it is dropped, since repair fills it up:
-// with max_staleness 0 the groups started are then the shortest prefix that has enough good ones, whatever the timing.
+// Members of groups that run or wait, and of those delivered in the steps since the learner's version last changed, trained or
+// not: the steps of one version consume what one version admits. A group counts whole until it is dropped, since repair
+// fills it up: with max_staleness 0 the groups started are then the shortest prefix that has enough good ones, whatever the
+// timing. Should the version not change after publish_every steps, as it ought to, the older steps no longer count.
 int64_t Ledger::admitted() const {
-  const int64_t oldest_step = std::max(first_step_at_version_, step_ - (config_.job.publish_every - 1));
   int64_t count = 0;
   for (const auto& [number, group] : groups_) {
-    if (!group.step.has_value() || *group.step >= oldest_step) count += group.info.size();
+    if (!group.step.has_value()) count += group.info.size();
+  }
+  for (const auto& [step, size] : delivered_sizes_) {
+    if (step > step_ - config_.job.publish_every) count += size;
   }
   return count;
 }
@@ -334,7 +343,12 @@ void Ledger::logged(uint64_t group_number, int index, const EpisodePlan& plan,
       const std::string task = schedule_.knows(plan.task) ? plan.task : "external";
       metrics_.add(metric::kTrajectories, 1, {task, finish_word(summary.finish_reason)});
       const std::optional<std::string> excluded = exclusion(summary);
-      if (!excluded.has_value()) metrics_.observe(metric::kReward, summary.reward, {task});
+      if (!excluded.has_value()) {
+        metrics_.observe(metric::kReward, summary.reward, {task});
+        v1::RewardTotal& total = rewards_[task];
+        total.set_sum(total.sum() + summary.reward);
+        total.set_count(total.count() + 1);
+      }
       account(group, index, plan.rollout_id, *position);
       if (excluded.has_value()) settle(group, index, *excluded);
       if (is_complete(group)) complete(group);

@@ -45,6 +45,7 @@ class Ledger : public EpisodeSource {
   // EpisodeSource. finish(): when the log could not be written the episode is still running: finish it again, or cancel it.
   // An id that was settled and forgotten is answered with offset 0.
   std::optional<EpisodePlan> next(std::stop_token stop) override;
+  std::optional<EpisodePlan> try_next();  // what next() would return at once
   void finish(const EpisodePlan& plan, v1::Trajectory trajectory,
               std::function<void(absl::StatusOr<uint64_t>)> done) override;
   void cancel(const EpisodePlan& plan) override;
@@ -63,6 +64,8 @@ class Ledger : public EpisodeSource {
   void commit(const v1::Commit& commit, std::function<void(absl::StatusOr<v1::CommitReply>)> done);
 
   v1::Counts counts() const;
+  // By task, of episodes that finished since open() and were not excluded.
+  std::map<std::string, v1::RewardTotal> rewards() const;
   int learner_policy_version() const;  // of its last batch request
   bool learner_connected() const;      // it was heard of since open()
   bool run_complete() const;           // the learner's last commit was final
@@ -129,6 +132,7 @@ class Ledger : public EpisodeSource {
   // ledger_replay.cc
   absl::Status replay(RecordType type, std::string_view payload, TrajectoryLog::Position position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool ended_before_replay(uint64_t group_number) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status replay_group(v1::LogGroup info, uint32_t segment) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status replay_trajectory(const v1::LogTrajectory& record, TrajectoryLog::Position position)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -201,8 +205,11 @@ class Ledger : public EpisodeSource {
   std::set<std::pair<uint64_t, int>> planned_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_group_number_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t running_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, v1::RewardTotal> rewards_ ABSL_GUARDED_BY(mutex_);  // by task
   v1::Counts counts_ ABSL_GUARDED_BY(mutex_);          // produced, trained, dropped
   std::vector<Record> owed_ ABSL_GUARDED_BY(mutex_);   // records a full disk did not take; next append takes them along
+
+  v1::LogSnapshot replay_base_ ABSL_GUARDED_BY(mutex_);  // what the oldest segment of the log begins with
 
   int64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   bool greeted_ ABSL_GUARDED_BY(mutex_) = false;       // the Hello of this incarnation is on disk
@@ -215,6 +222,8 @@ class Ledger : public EpisodeSource {
   int64_t first_step_at_version_ ABSL_GUARDED_BY(mutex_) = 0;
   bool learner_record_under_way_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Deferred> deferred_ ABSL_GUARDED_BY(mutex_);
+  // Sizes of the groups of each step at the learner's present version, committed or not.
+  std::map<int64_t, int64_t> delivered_sizes_ ABSL_GUARDED_BY(mutex_);
   std::optional<PendingRequest> pending_ ABSL_GUARDED_BY(mutex_);
   std::map<int64_t, DeliveredStep> delivered_ ABSL_GUARDED_BY(mutex_);  // by step, with anything unsettled
 

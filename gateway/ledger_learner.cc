@@ -140,6 +140,7 @@ absl::Status Ledger::check_request(const v1::BatchRequest& request) const {
 
 void Ledger::observe(int64_t step, int policy_version) {
   if (policy_version != policy_version_ || step < first_step_at_version_) first_step_at_version_ = step;
+  delivered_sizes_.erase(delivered_sizes_.begin(), delivered_sizes_.lower_bound(first_step_at_version_));
   step_ = step;
   policy_version_ = policy_version;
 }
@@ -165,6 +166,7 @@ void Ledger::request_batch(const v1::BatchRequest& request, BatchDone done) {
         if (delivered_.contains(request.step())) {
           write_delivered(request.step(), std::move(done));
         } else {
+          delivered_sizes_.erase(delivered_sizes_.lower_bound(request.step()), delivered_sizes_.end());
           pending_ = PendingRequest{request, std::move(done)};
         }
       }
@@ -244,6 +246,7 @@ void Ledger::deliver(const std::vector<std::pair<uint64_t, GroupDecision>>& chos
     drop(group, decision, &settled);
     count_group(group, decision.outcome);
     group.step = request.step();
+    delivered.record.set_trajectories(delivered.record.trajectories() + group.info.size());
     v1::LogDeliveredGroup* out = delivered.record.add_groups();
     out->set_group_number(number);
     out->mutable_members()->Add(decision.members.begin(), decision.members.end());
@@ -251,6 +254,7 @@ void Ledger::deliver(const std::vector<std::pair<uint64_t, GroupDecision>>& chos
     out->mutable_masked_members()->Add(decision.masked.begin(), decision.masked.end());
   }
   append_settled(settled);
+  delivered_sizes_[request.step()] = delivered.record.trajectories();
   BatchDone done = std::move(pending_->done);
   const int64_t step = request.step();
   pending_.reset();
@@ -317,10 +321,7 @@ void Ledger::run_assembler() {
         return !assemblies_.empty() || assembler_stop_;
       };
       const absl::MutexLock lock(&assembly_mutex_, absl::Condition(&work));
-      if (assembler_stop_) {
-        for (const Assembly& left : assemblies_) left.done(absl::CancelledError("the gateway stops"));
-        return;
-      }
+      if (assembler_stop_) return;  // what is left is cancelled by who stops it
       assembly = std::move(assemblies_.front());
       assemblies_.pop_front();
     }
@@ -464,6 +465,11 @@ v1::Counts Ledger::counts_locked() const {
 v1::Counts Ledger::counts() const {
   const absl::MutexLock lock(&mutex_);
   return counts_locked();
+}
+
+std::map<std::string, v1::RewardTotal> Ledger::rewards() const {
+  const absl::MutexLock lock(&mutex_);
+  return rewards_;
 }
 
 int Ledger::learner_policy_version() const {

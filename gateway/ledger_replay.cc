@@ -38,7 +38,7 @@ absl::StatusOr<std::unique_ptr<Ledger>> Ledger::open(const GatewayConfig& config
 
 absl::Status Ledger::replay(RecordType type, std::string_view payload, TrajectoryLog::Position position) {
   switch (type) {
-    case RecordType::kSnapshot: return absl::OkStatus();
+    case RecordType::kSnapshot: return parse(payload, &replay_base_);
     case RecordType::kGroup: {
       v1::LogGroup record;
       RETURN_IF_ERROR(parse(payload, &record));
@@ -69,9 +69,17 @@ absl::Status Ledger::replay(RecordType type, std::string_view payload, Trajector
   return absl::OkStatus();
 }
 
+// The oldest records of a group alive are kept: one that was opened before the oldest segment has ended.
+bool Ledger::ended_before_replay(uint64_t group_number) const {
+  const auto& unopened = replay_base_.unopened_groups();
+  return group_number < replay_base_.next_group_number() &&
+         std::find(unopened.begin(), unopened.end(), group_number) == unopened.end();
+}
+
 absl::Status Ledger::replay_group(v1::LogGroup info, uint32_t segment) {
   if (info.size() < 1) return absl::DataLossError(absl::StrCat("group ", info.group_number(), ": size ", info.size()));
-  if (groups_.contains(info.group_number())) return absl::OkStatus();  // written again by who did not know of the first
+  // Written again by an episode that ended before the first one was known to be on disk.
+  if (groups_.contains(info.group_number()) || ended_before_replay(info.group_number())) return absl::OkStatus();
   Group& group = start_group(std::move(info));
   group.logged = true;
   group.first_segment = segment;
@@ -92,6 +100,7 @@ absl::Status Ledger::replay_group(v1::LogGroup info, uint32_t segment) {
 absl::Status Ledger::replay_trajectory(const v1::LogTrajectory& record, TrajectoryLog::Position position) {
   const v1::Trajectory& trajectory = record.trajectory();
   const auto found = groups_.find(record.group_number());
+  if (found == groups_.end() && ended_before_replay(record.group_number())) return absl::OkStatus();
   const int index = trajectory.group_index();
   if (found == groups_.end() || index < 0 || index >= found->second.info.size()) {
     return absl::DataLossError(absl::StrCat("trajectory ", trajectory.rollout_id(), ": no such member of a group ",
@@ -114,7 +123,7 @@ absl::Status Ledger::replay_trajectory(const v1::LogTrajectory& record, Trajecto
 absl::Status Ledger::replay_settled(const v1::LogSettled& settled) {
   for (const std::string& id : settled.rollout_ids()) {
     const auto found = queued_ids_.find(id);
-    if (found == queued_ids_.end()) return absl::DataLossError(absl::StrCat("trajectory ", id, " is settled, but not queued"));
+    if (found == queued_ids_.end()) continue;  // of a group that ended before; finish_replay() sees whether it all adds up
     const auto [number, index] = found->second;
     settle(groups_.at(number), index, settled.reason());
   }
@@ -125,6 +134,7 @@ absl::Status Ledger::replay_delivered(const v1::LogDelivered& record) {
   for (const v1::LogDeliveredGroup& delivered : record.groups()) {
     const auto found = groups_.find(delivered.group_number());
     if (found == groups_.end()) {
+      if (ended_before_replay(delivered.group_number())) continue;
       return absl::DataLossError(absl::StrCat("step ", record.step(), ": no group ", delivered.group_number()));
     }
     for (const int member : delivered.members()) {
@@ -154,6 +164,7 @@ absl::Status Ledger::finish_replay() {
   step_ = state.step();
   policy_version_ = state.policy_version();
   first_step_at_version_ = state.first_step_at_version();
+  for (const auto& [step, size] : state.delivered_at_version()) delivered_sizes_[step] = size;
   uint64_t dropped = 0;
   for (const auto& [reason, count] : counts_.dropped()) dropped += count;
   if (counts_.produced() != counts_.trained() + dropped + queued_ids_.size()) {

@@ -16,9 +16,12 @@ using model::ChatTool;
 using model::ChatToolCall;
 using nlohmann::ordered_json;
 
-std::string quoted(const std::string& text) { return absl::StrCat("\"", absl::Utf8SafeCHexEscape(text), "\""); }
+std::string quoted(const std::string& text) {
+  return absl::StrCat("\"", absl::Utf8SafeCHexEscape(text), "\"");
+}
 
-// Not nlohmann's ==: it compares a large unsigned number with a negative one after a cast, and objects in key order.
+// Not nlohmann's ==: it compares a large unsigned number with a negative one after a cast, and objects in key
+// order.
 bool same_number(const ordered_json& a, const ordered_json& b) {
   if (a.is_number_float() || b.is_number_float()) return a.get<double>() == b.get<double>();
   const bool a_negative = !a.is_number_unsigned() && a.get<int64_t>() < 0;
@@ -37,16 +40,21 @@ bool same_value(const ordered_json& a, const ordered_json& b) {
   for (const auto& [key, value] : b.items()) right.emplace_back(key, &value);
   std::sort(left.begin(), left.end());
   std::sort(right.begin(), right.end());
-  return std::equal(left.begin(), left.end(), right.begin(),
-                    [](const auto& x, const auto& y) { return x.first == y.first && same_value(*x.second, *y.second); });
+  return std::equal(left.begin(), left.end(), right.begin(), [](const auto& x, const auto& y) {
+    return x.first == y.first && same_value(*x.second, *y.second);
+  });
 }
 
 const char* name_of(ChatRole role) {
   switch (role) {
-    case ChatRole::kSystem: return "system";
-    case ChatRole::kUser: return "user";
-    case ChatRole::kAssistant: return "assistant";
-    case ChatRole::kTool: return "tool";
+    case ChatRole::kSystem:
+      return "system";
+    case ChatRole::kUser:
+      return "user";
+    case ChatRole::kAssistant:
+      return "assistant";
+    case ChatRole::kTool:
+      return "tool";
   }
   return "unknown";
 }
@@ -71,29 +79,42 @@ absl::Status at_index(const char* list, int index, const absl::Status& status) {
 absl::StatusOr<ChatMessage> from_proto(const v1::Message& message) {
   ChatMessage out;
   switch (message.role()) {
-    case v1::ROLE_SYSTEM: out.role = ChatRole::kSystem; break;
-    case v1::ROLE_USER: out.role = ChatRole::kUser; break;
-    case v1::ROLE_ASSISTANT: out.role = ChatRole::kAssistant; break;
-    case v1::ROLE_TOOL: out.role = ChatRole::kTool; break;
+    case v1::ROLE_SYSTEM:
+      out.role = ChatRole::kSystem;
+      break;
+    case v1::ROLE_USER:
+      out.role = ChatRole::kUser;
+      break;
+    case v1::ROLE_ASSISTANT:
+      out.role = ChatRole::kAssistant;
+      break;
+    case v1::ROLE_TOOL:
+      out.role = ChatRole::kTool;
+      break;
     default:
-      return bad_message(absl::StrCat("role: ", static_cast<int>(message.role()), ", expected system, user, assistant or tool"));
+      return bad_message(absl::StrCat("role: ", static_cast<int>(message.role()),
+                                      ", expected system, user, assistant or tool"));
   }
   if (out.role != ChatRole::kAssistant) {
-    if (!message.reasoning().empty()) return bad_message(absl::StrCat("reasoning: only an assistant has it, not ", name_of(out.role)));
-    if (message.tool_calls_size() > 0) return bad_message(absl::StrCat("tool_calls: only an assistant has them, not ", name_of(out.role)));
+    if (!message.reasoning().empty())
+      return bad_message(absl::StrCat("reasoning: only an assistant has it, not ", name_of(out.role)));
+    if (message.tool_calls_size() > 0)
+      return bad_message(absl::StrCat("tool_calls: only an assistant has them, not ", name_of(out.role)));
   }
   out.content = message.content();
   out.reasoning = message.reasoning();
   out.tool_call_id = message.tool_call_id();
   for (int i = 0; i < message.tool_calls_size(); ++i) {
     const v1::ToolCall& call = message.tool_calls(i);
-    if (call.name().empty()) return bad_message(absl::StrCat("tool_calls[", i, "].name: empty, expected a tool's name"));
+    if (call.name().empty())
+      return bad_message(absl::StrCat("tool_calls[", i, "].name: empty, expected a tool's name"));
     out.tool_calls.push_back({.id = call.id(), .name = call.name(), .arguments = call.arguments()});
   }
   return out;
 }
 
-absl::StatusOr<std::vector<ChatMessage>> from_proto(const google::protobuf::RepeatedPtrField<v1::Message>& messages) {
+absl::StatusOr<std::vector<ChatMessage>> from_proto(
+    const google::protobuf::RepeatedPtrField<v1::Message>& messages) {
   std::vector<ChatMessage> out;
   out.reserve(static_cast<size_t>(messages.size()));
   for (int i = 0; i < messages.size(); ++i) {
@@ -107,10 +128,18 @@ absl::StatusOr<std::vector<ChatMessage>> from_proto(const google::protobuf::Repe
 v1::Message to_proto(const ChatMessage& message) {
   v1::Message out;
   switch (message.role) {
-    case ChatRole::kSystem: out.set_role(v1::ROLE_SYSTEM); break;
-    case ChatRole::kUser: out.set_role(v1::ROLE_USER); break;
-    case ChatRole::kAssistant: out.set_role(v1::ROLE_ASSISTANT); break;
-    case ChatRole::kTool: out.set_role(v1::ROLE_TOOL); break;
+    case ChatRole::kSystem:
+      out.set_role(v1::ROLE_SYSTEM);
+      break;
+    case ChatRole::kUser:
+      out.set_role(v1::ROLE_USER);
+      break;
+    case ChatRole::kAssistant:
+      out.set_role(v1::ROLE_ASSISTANT);
+      break;
+    case ChatRole::kTool:
+      out.set_role(v1::ROLE_TOOL);
+      break;
   }
   out.set_content(message.content);
   out.set_reasoning(message.reasoning);
@@ -131,11 +160,14 @@ absl::StatusOr<std::vector<ChatTool>> from_proto(const google::protobuf::Repeate
     const v1::Tool& tool = tools[i];
     if (tool.name().empty()) return at_index("tools", i, bad_message("name: empty, expected a name"));
     if (!names.insert(tool.name()).second) {
-      return at_index("tools", i, bad_message(absl::StrCat("name: ", quoted(tool.name()), " is given to two tools")));
+      return at_index("tools", i,
+                      bad_message(absl::StrCat("name: ", quoted(tool.name()), " is given to two tools")));
     }
     const auto parameters = model::parse_strict_json(tool.parameters());
     if (!tool.parameters().empty() && !(parameters && parameters->is_object())) {
-      return at_index("tools", i, bad_message(absl::StrCat("parameters: ", quoted(tool.parameters().substr(0, 60)), ", expected a JSON object")));
+      return at_index("tools", i,
+                      bad_message(absl::StrCat("parameters: ", quoted(tool.parameters().substr(0, 60)),
+                                               ", expected a JSON object")));
     }
     out.push_back({.name = tool.name(), .description = tool.description(), .parameters = tool.parameters()});
   }
@@ -155,9 +187,11 @@ std::optional<std::string> difference(const ChatMessage& stored, const ChatMessa
     return absl::StrCat("role differs: got ", name_of(sent.role), ", expected ", name_of(stored.role));
   }
   if (stored.content != sent.content) return text_difference("content", stored.content, sent.content);
-  if (stored.reasoning != sent.reasoning) return text_difference("reasoning", stored.reasoning, sent.reasoning);
+  if (stored.reasoning != sent.reasoning)
+    return text_difference("reasoning", stored.reasoning, sent.reasoning);
   if (stored.tool_calls.size() != sent.tool_calls.size()) {
-    return absl::StrCat("tool_calls differ: got ", sent.tool_calls.size(), ", expected ", stored.tool_calls.size());
+    return absl::StrCat("tool_calls differ: got ", sent.tool_calls.size(), ", expected ",
+                        stored.tool_calls.size());
   }
   for (size_t i = 0; i < stored.tool_calls.size(); ++i) {
     const ChatToolCall& expected = stored.tool_calls[i];

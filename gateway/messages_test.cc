@@ -1,5 +1,5 @@
-// Goal: messages cross the wire unharmed, bad ones are refused by field, and two messages are the same exactly when a model would
-// have meant the same by them.
+// Goal: messages cross the wire unharmed, bad ones are refused by field, and two messages are the same
+// exactly when a model would have meant the same by them.
 #include "gateway/messages.h"
 
 #include "gtest/gtest.h"
@@ -40,7 +40,7 @@ TEST(SameArgumentsTest, ComparesJsonValues) {
       {R"({"a":1,"b":1})", R"({"a":1})"},
       {R"({"a":18446744073709551615})", R"({"a":-1})"},
       {R"({"a":9007199254740993})", R"({"a":9007199254740992})"},
-      {R"({"a":1,"a":2})", R"({"a":2})"},            // a key twice is text
+      {R"({"a":1,"a":2})", R"({"a":2})"},  // a key twice is text
       {R"({"a":1,"a":2})", R"({"a":1, "a":2})"},
       {R"({"a":{"b":1,"b":1}})", R"({"a":{"b":1,"b":1} })"},
       {"{\"a\":NaN}", "{\"a\": NaN}"},
@@ -57,8 +57,12 @@ TEST(SameArgumentsTest, ComparesJsonValues) {
 }
 
 TEST(DifferenceTest, IdsDoNotCount) {
-  ChatMessage a{.role = ChatRole::kAssistant, .content = "x", .tool_calls = {{.id = "1", .name = "f", .arguments = "{}"}}};
-  ChatMessage b{.role = ChatRole::kAssistant, .content = "x", .tool_calls = {{.id = "2", .name = "f", .arguments = ""}}};
+  ChatMessage a{.role = ChatRole::kAssistant,
+                .content = "x",
+                .tool_calls = {{.id = "1", .name = "f", .arguments = "{}"}}};
+  ChatMessage b{.role = ChatRole::kAssistant,
+                .content = "x",
+                .tool_calls = {{.id = "2", .name = "f", .arguments = ""}}};
   EXPECT_EQ(difference(a, b), std::nullopt);
   const ChatMessage t1{.role = ChatRole::kTool, .content = "r", .tool_call_id = "1"};
   const ChatMessage t2{.role = ChatRole::kTool, .content = "r"};
@@ -66,19 +70,23 @@ TEST(DifferenceTest, IdsDoNotCount) {
 }
 
 TEST(DifferenceTest, SaysWhatDiffers) {
-  const ChatMessage stored{.role = ChatRole::kAssistant, .content = "the answer is 42", .reasoning = "why",
+  const ChatMessage stored{.role = ChatRole::kAssistant,
+                           .content = "the answer is 42",
+                           .reasoning = "why",
                            .tool_calls = {{.name = "f", .arguments = R"({"a":1})"}}};
   const auto changed = [&](auto change) {
     ChatMessage sent = stored;
     change(&sent);
     return difference(stored, sent).value_or("the same");
   };
-  EXPECT_EQ(changed([](ChatMessage* m) { m->role = ChatRole::kUser; }), "role differs: got user, expected assistant");
+  EXPECT_EQ(changed([](ChatMessage* m) { m->role = ChatRole::kUser; }),
+            "role differs: got user, expected assistant");
   EXPECT_EQ(changed([](ChatMessage* m) { m->content = "the answer is 43"; }),
             "content differs at byte 15: got \" answer is 43\", expected \" answer is 42\"");
   EXPECT_EQ(changed([](ChatMessage* m) { m->content += "\n"; }),
             "content differs at byte 16: got \"answer is 42\\n\", expected \"answer is 42\"");
-  EXPECT_EQ(changed([](ChatMessage* m) { m->reasoning.clear(); }), "reasoning differs at byte 0: got \"\", expected \"why\"");
+  EXPECT_EQ(changed([](ChatMessage* m) { m->reasoning.clear(); }),
+            "reasoning differs at byte 0: got \"\", expected \"why\"");
   EXPECT_EQ(changed([](ChatMessage* m) { m->tool_calls.clear(); }), "tool_calls differ: got 0, expected 1");
   EXPECT_EQ(changed([](ChatMessage* m) { m->tool_calls[0].name = "g"; }),
             "tool_calls[0].name differs at byte 0: got \"g\", expected \"f\"");
@@ -90,7 +98,9 @@ TEST(MessagesTest, CrossTheWire) {
   const std::vector<ChatMessage> messages = {
       {.role = ChatRole::kSystem, .content = "s"},
       {.role = ChatRole::kUser, .content = std::string("\xff\0x", 3)},
-      {.role = ChatRole::kAssistant, .content = "c", .reasoning = "r",
+      {.role = ChatRole::kAssistant,
+       .content = "c",
+       .reasoning = "r",
        .tool_calls = {{.id = "i", .name = "n", .arguments = "a"}, {.id = "", .name = "m", .arguments = ""}}},
       {.role = ChatRole::kTool, .content = "t", .tool_call_id = "i"}};
   google::protobuf::RepeatedPtrField<v1::Message> wire;

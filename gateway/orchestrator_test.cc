@@ -204,6 +204,7 @@ TEST_F(OrchestratorTest, EnvironmentFailuresMarkTheirOwnEpisodes) {
   for (uint64_t i = 1; i <= 12; ++i) source_.plan(fake_plan(i));
   auto done = source_.wait_for(12);
   end.Notify();
+  fake_->kill();  // its handlers are done with `end`
   ASSERT_EQ(done.size(), 12u);
   const std::map<uint64_t, v1::FinishReason> expected = {
       {1, v1::FINISH_REASON_ENV_CRASH}, {2, v1::FINISH_REASON_ENV_CRASH}, {3, v1::FINISH_REASON_ENV_CRASH},
@@ -274,6 +275,8 @@ TEST_F(OrchestratorTest, StopIsPromptAndGivesEpisodesBack) {
   EXPECT_EQ(cancelled, (std::vector<std::string>{"run-g1-0", "run-g2-0"}));
   EXPECT_TRUE(source_.wait_for(2).empty());
   end.Notify();
+  worker_->kill();  // their handlers are done with `end`
+  fake_->kill();
 }
 
 TEST_F(OrchestratorTest, ATrajectoryThatCannotBeWrittenIsWrittenLater) {

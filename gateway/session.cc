@@ -17,7 +17,9 @@ absl::Status bad_message(size_t index, const std::string& what) {
   return absl::InvalidArgumentError(absl::StrCat("message ", index, ": ", what));
 }
 
-absl::Status bad_reply(const std::string& what) { return absl::InvalidArgumentError(absl::StrCat("reply: ", what)); }
+absl::Status bad_reply(const std::string& what) {
+  return absl::InvalidArgumentError(absl::StrCat("reply: ", what));
+}
 
 template <class Column>
 absl::Status check_column(const char* name, const Column& column, size_t expected) {
@@ -60,18 +62,22 @@ class Bytes {
 
 // Where a conversation leaves what is stored.
 struct Session::Place {
-  int64_t parent = -1;    // the last turn whose messages and reply it repeats
-  size_t matched = 0;     // messages up to there
-  int64_t repeated = -1;  // a child of the parent whose messages are the rest, exactly: its reply is asked for again
+  int64_t parent = -1;  // the last turn whose messages and reply it repeats
+  size_t matched = 0;   // messages up to there
+  int64_t repeated =
+      -1;  // a child of the parent whose messages are the rest, exactly: its reply is asked for again
   size_t differs_at = 0;  // the first message that is not as stored, where it comes latest over all paths
   std::string what;
 };
 
-Session::Session(const model::ChatFormat& format, Options options) : format_(format), options_(std::move(options)) {}
+Session::Session(const model::ChatFormat& format, Options options)
+    : format_(format), options_(std::move(options)) {}
 Session::Session(Session&&) noexcept = default;
 Session::~Session() = default;
 
-std::vector<int64_t>& Session::children(int64_t parent) { return parent < 0 ? roots_ : turn(parent).children; }
+std::vector<int64_t>& Session::children(int64_t parent) {
+  return parent < 0 ? roots_ : turn(parent).children;
+}
 
 const std::vector<int64_t>& Session::children(int64_t parent) const {
   return parent < 0 ? roots_ : turn(parent).children;
@@ -84,8 +90,8 @@ int64_t Session::context_tokens(int64_t parent, bool drops_stop) const {
   return parent < 0 ? 0 : turn(parent).total_tokens() - (drops_stop ? 1 : 0);
 }
 
-// Walks every path the conversation repeats. Branches whose messages are the same can share one: the most recent wins, and one
-// where the conversation is a retry before one where it would go on.
+// Walks every path the conversation repeats. Branches whose messages are the same can share one: the most
+// recent wins, and one where the conversation is a retry before one where it would go on.
 void Session::find(absl::Span<const ChatMessage> conversation, Place* best) const {
   struct Step {
     int64_t parent;
@@ -100,7 +106,8 @@ void Session::find(absl::Span<const ChatMessage> conversation, Place* best) cons
   const auto match = [&](absl::Span<const ChatMessage> messages, size_t at) -> std::optional<size_t> {
     for (const ChatMessage& message : messages) {
       if (at == conversation.size()) {
-        differs(at, absl::StrCat("missing, expected the stored ", message.role == model::ChatRole::kAssistant ? "reply" : "message"));
+        differs(at, absl::StrCat("missing, expected the stored ",
+                                 message.role == model::ChatRole::kAssistant ? "reply" : "message"));
         return std::nullopt;
       }
       if (auto what = difference(message, conversation[at])) {
@@ -141,8 +148,12 @@ absl::StatusOr<PendingTurn> Session::begin(absl::Span<const ChatMessage> convers
   find(conversation, &place);
   if (place.repeated >= 0 && turn(place.repeated).children.empty()) {
     const Turn& lost = turn(place.repeated);
-    PendingTurn out{.parent = place.parent, .replaces = true, .replaced = place.repeated, .drops_stop = lost.drops_stop,
-                    .added = lost.added, .added_ids = lost.added_ids};
+    PendingTurn out{.parent = place.parent,
+                    .replaces = true,
+                    .replaced = place.repeated,
+                    .drops_stop = lost.drops_stop,
+                    .added = lost.added,
+                    .added_ids = lost.added_ids};
     append_context(out.parent, out.drops_stop, &out.prompt_ids);
     out.prompt_ids.insert(out.prompt_ids.end(), out.added_ids.begin(), out.added_ids.end());
     return out;
@@ -150,7 +161,8 @@ absl::StatusOr<PendingTurn> Session::begin(absl::Span<const ChatMessage> convers
   if (!options_.branching && !children(place.parent).empty()) {
     if (place.repeated < 0) return bad_message(place.differs_at, place.what);
     return bad_message(conversation.size(),
-                       "missing, expected the stored reply: only the last turn can be asked for again, and more than one follows");
+                       "missing, expected the stored reply: only the last turn can be asked for again, and "
+                       "more than one follows");
   }
   if (place.matched == conversation.size()) {
     return bad_message(place.matched, "missing, expected something new after the stored reply");
@@ -161,13 +173,15 @@ absl::StatusOr<PendingTurn> Session::begin(absl::Span<const ChatMessage> convers
 }
 
 absl::StatusOr<PendingTurn> Session::extend(absl::Span<const ChatMessage> messages) const {
-  if (messages.empty()) return absl::InvalidArgumentError("messages: empty, expected something new after the last turn");
+  if (messages.empty())
+    return absl::InvalidArgumentError("messages: empty, expected something new after the last turn");
   absl::StatusOr<PendingTurn> out = continue_from(last_, messages);
   if (!out.ok()) return bad_message(0, std::string(out.status().message()));
   return out;
 }
 
-absl::StatusOr<PendingTurn> Session::continue_from(int64_t parent, absl::Span<const ChatMessage> added) const {
+absl::StatusOr<PendingTurn> Session::continue_from(int64_t parent,
+                                                   absl::Span<const ChatMessage> added) const {
   PendingTurn out{.parent = parent, .added = {added.begin(), added.end()}};
   if (parent < 0) {
     out.added_ids = format_.render_start(added, options_.tools);
@@ -201,7 +215,8 @@ void Session::append_context(int64_t parent, bool drops_stop, std::vector<int32_
 
 absl::Status Session::check_place(const PendingTurn& pending) const {
   const auto outdated = [] {
-    return absl::FailedPreconditionError("the turn is out of date: another reply was recorded since it was begun");
+    return absl::FailedPreconditionError(
+        "the turn is out of date: another reply was recorded since it was begun");
   };
   if (pending.parent >= 0 && !is_alive(pending.parent)) return outdated();
   if (pending.replaces) {
@@ -221,12 +236,15 @@ absl::Status Session::check_reply(const Reply& reply, int64_t prompt_tokens) con
   RETURN_IF_ERROR(check_column("context versions", reply.context_versions, sampled));
   if (!reply.truncated.empty()) RETURN_IF_ERROR(check_column("truncation flags", reply.truncated, count));
   const v1::FinishReason reason = reply.finish_reason;
-  if (reason != v1::FINISH_REASON_STOP && reason != v1::FINISH_REASON_LENGTH && reason != v1::FINISH_REASON_ABORTED) {
-    return bad_reply(absl::StrCat("finish reason ", static_cast<int>(reason), ", expected stop, length or aborted"));
+  if (reason != v1::FINISH_REASON_STOP && reason != v1::FINISH_REASON_LENGTH &&
+      reason != v1::FINISH_REASON_ABORTED) {
+    return bad_reply(
+        absl::StrCat("finish reason ", static_cast<int>(reason), ", expected stop, length or aborted"));
   }
   if (count == 0 && reason != v1::FINISH_REASON_ABORTED) return bad_reply("no tokens");
   for (size_t i = 0; i < count; ++i) {
-    if (reply.ids[i] < 0) return bad_reply(absl::StrCat("token ", i, " has id ", reply.ids[i], ", expected 0 or more"));
+    if (reply.ids[i] < 0)
+      return bad_reply(absl::StrCat("token ", i, " has id ", reply.ids[i], ", expected 0 or more"));
   }
   const int64_t rows = prompt_tokens + static_cast<int64_t>(count) - 1;  // the last token has none
   int64_t before = 0;
@@ -241,16 +259,18 @@ absl::Status Session::check_reply(const Reply& reply, int64_t prompt_tokens) con
   return absl::OkStatus();
 }
 
-// A worker returns only the rows it computed now. The rows of a prompt that a lost attempt or a sibling branch made it compute
-// before are in their pieces: as far as the contexts agree they are this turn's too.
+// A worker returns only the rows it computed now. The rows of a prompt that a lost attempt or a sibling
+// branch made it compute before are in their pieces: as far as the contexts agree they are this turn's too.
 void Session::inherit_rows(const PendingTurn& pending, Turn* fresh) const {
   const int64_t first = fresh->replay.front().first_row();
   const int64_t context = context_tokens(pending.parent, pending.drops_stop);
   for (const int64_t index : children(pending.parent)) {
     const Turn& donor = turn(index);
     if (donor.drops_stop != fresh->drops_stop || donor.replay_rows < first) continue;
-    const auto agreed = std::mismatch(donor.added_ids.begin(), donor.added_ids.end(), fresh->added_ids.begin(),
-                                      fresh->added_ids.end()).first - donor.added_ids.begin();
+    const auto agreed = std::mismatch(donor.added_ids.begin(), donor.added_ids.end(),
+                                      fresh->added_ids.begin(), fresh->added_ids.end())
+                            .first -
+                        donor.added_ids.begin();
     if (context + agreed < first) continue;
     std::vector<v1::Replay> pieces;
     for (const v1::Replay& piece : donor.replay) {
@@ -294,7 +314,8 @@ absl::StatusOr<ChatMessage> Session::commit(const PendingTurn& pending, Reply re
   const Turn* parent = pending.parent < 0 ? nullptr : &turn(pending.parent);
   fresh->captured = !fresh->replay.empty() || (parent != nullptr && parent->captured);
   fresh->replay_rows = parent == nullptr ? 0 : parent->replay_rows;
-  if (!fresh->replay.empty() && fresh->replay.front().first_row() > fresh->replay_rows) inherit_rows(pending, fresh.get());
+  if (!fresh->replay.empty() && fresh->replay.front().first_row() > fresh->replay_rows)
+    inherit_rows(pending, fresh.get());
   for (const v1::Replay& piece : fresh->replay) {
     if (piece.first_row() > fresh->replay_rows) break;
     fresh->replay_rows = std::max(fresh->replay_rows, piece.first_row() + piece.num_rows());
@@ -302,7 +323,8 @@ absl::StatusOr<ChatMessage> Session::commit(const PendingTurn& pending, Reply re
 
   ++num_turns_;
   num_tokens_ += static_cast<int64_t>(fresh->added_ids.size() + fresh->ids.size());
-  non_finite_logprobs_ += std::count_if(fresh->logprobs.begin(), fresh->logprobs.end(), [](float x) { return !std::isfinite(x); });
+  non_finite_logprobs_ += std::count_if(fresh->logprobs.begin(), fresh->logprobs.end(),
+                                        [](float x) { return !std::isfinite(x); });
   std::vector<int64_t>& siblings = children(pending.parent);
   if (pending.replaces) {
     std::unique_ptr<Turn>& lost = turns_[static_cast<size_t>(pending.replaced)];

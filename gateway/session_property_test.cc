@@ -1,5 +1,6 @@
-// Goal: whatever agents, engines and environments do, a sample is exactly the concatenation of what the engine was given and what
-// it sampled, every sampled token carries loss once, and refused calls leave no trace. Random sessions against a plain record.
+// Goal: whatever agents, engines and environments do, a sample is exactly the concatenation of what the
+// engine was given and what it sampled, every sampled token carries loss once, and refused calls leave no
+// trace. Random sessions against a plain record.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -31,7 +32,8 @@ class Agent {
     return out;
   }
   std::vector<ChatMessage> messages(bool start) {
-    static constexpr ChatRole kRoles[] = {ChatRole::kUser, ChatRole::kTool, ChatRole::kTool, ChatRole::kSystem, ChatRole::kAssistant};
+    static constexpr ChatRole kRoles[] = {ChatRole::kUser, ChatRole::kTool, ChatRole::kTool,
+                                          ChatRole::kSystem, ChatRole::kAssistant};
     std::vector<ChatMessage> out;
     for (uint64_t n = 1 + below(3); n > 0; --n) {
       out.push_back({.role = start ? ChatRole::kUser : kRoles[below(one_in(4) ? 5 : 3)], .content = text()});
@@ -43,7 +45,8 @@ class Agent {
     Reply out;
     for (uint64_t n = below(12); n > 0; --n) {
       static constexpr int32_t kMarkup[] = {259, 260, 263, 264, 265, 266, 267, 268, 269, 270, 271, 272};
-      out.ids.push_back(one_in(2) ? kMarkup[below(std::size(kMarkup))] : static_cast<int32_t>(one_in(9) ? below(2000) + 300 : below(256)));
+      out.ids.push_back(one_in(2) ? kMarkup[below(std::size(kMarkup))]
+                                  : static_cast<int32_t>(one_in(9) ? below(2000) + 300 : below(256)));
     }
     if (one_in(5)) {
       for (const int32_t id : Ids{265, 'f', 267, 'k', 268, 269, 'v', 270, 266}) out.ids.push_back(id);
@@ -70,10 +73,17 @@ class Agent {
   }
   ChatMessage distort(ChatMessage message) {
     switch (below(4)) {
-      case 0: message.content += "!"; break;
-      case 1: message.reasoning += "!"; break;
-      case 2: message.role = message.role == ChatRole::kUser ? ChatRole::kSystem : ChatRole::kUser; break;
-      default: message.tool_calls.push_back({.name = "never", .arguments = "{}"});
+      case 0:
+        message.content += "!";
+        break;
+      case 1:
+        message.reasoning += "!";
+        break;
+      case 2:
+        message.role = message.role == ChatRole::kUser ? ChatRole::kSystem : ChatRole::kUser;
+        break;
+      default:
+        message.tool_calls.push_back({.name = "never", .arguments = "{}"});
     }
     return message;
   }
@@ -138,7 +148,8 @@ void check_samples(const World& world, bool aborts) {
   for (const auto& [index, record] : world.records) {
     if (!record.alive) continue;
     wholes.insert(world.whole(record));
-    for (size_t i = 0; i < record.reply.ids.size(); ++i) sampled.emplace(record.reply.ids[i], record.reply.logprobs[i]);
+    for (size_t i = 0; i < record.reply.ids.size(); ++i)
+      sampled.emplace(record.reply.ids[i], record.reply.logprobs[i]);
   }
   for (const v1::Sample& sample : world.session.samples()) {
     const Ids ids = ids_of(sample);
@@ -187,11 +198,13 @@ TEST(SessionPropertyTest, BeginAndExtendAgree) {
     }
     ASSERT_EQ(driving.session.serialize(), driven.session.serialize());
     check_samples(driving, false);
-    // Each prompt starts with the one before it and what was sampled, less a stop that opened the wrong message.
+    // Each prompt starts with the one before it and what was sampled, less a stop that opened the wrong
+    // message.
     for (int64_t turn = 1; turn < driving.turns; ++turn) {
       Ids before = driving.whole(driving.records.at(turn - 1));
       const Ids& prompt = driving.records.at(turn).prompt;
-      if (before.size() > prompt.size() || !std::equal(before.begin(), before.end(), prompt.begin())) before.pop_back();
+      if (before.size() > prompt.size() || !std::equal(before.begin(), before.end(), prompt.begin()))
+        before.pop_back();
       ASSERT_TRUE(before.size() < prompt.size() && std::equal(before.begin(), before.end(), prompt.begin()));
     }
   }
@@ -209,7 +222,8 @@ TEST(SessionPropertyTest, RandomAgents) {
       std::vector<ChatMessage> conversation;
       if (!world.records.empty()) {
         auto from = world.records.begin();
-        std::advance(from, static_cast<int64_t>(agent.one_in(2) ? world.records.size() - 1 : agent.below(world.records.size())));
+        std::advance(from, static_cast<int64_t>(agent.one_in(2) ? world.records.size() - 1
+                                                                : agent.below(world.records.size())));
         conversation = from->second.conversation;
         for (ChatMessage& message : conversation) message = agent.echo(message);
         if (agent.one_in(4)) conversation.pop_back();
@@ -220,11 +234,13 @@ TEST(SessionPropertyTest, RandomAgents) {
         }
       }
       if (!agent.one_in(3) || conversation.empty()) {
-        for (ChatMessage& message : agent.messages(conversation.empty())) conversation.push_back(std::move(message));
+        for (ChatMessage& message : agent.messages(conversation.empty()))
+          conversation.push_back(std::move(message));
       }
       const std::string before = world.session.serialize();
-      const auto turn = agent.one_in(10) && conversation.size() > 1 ? world.session.extend({conversation.back()})
-                                                                    : world.session.begin(conversation);
+      const auto turn = agent.one_in(10) && conversation.size() > 1
+                            ? world.session.extend({conversation.back()})
+                            : world.session.begin(conversation);
       ASSERT_EQ(world.session.serialize(), before);
       if (!turn.ok()) {
         ASSERT_EQ(turn.status().code(), absl::StatusCode::kInvalidArgument);
@@ -236,7 +252,8 @@ TEST(SessionPropertyTest, RandomAgents) {
       if (agent.one_in(8)) continue;  // the engine failed
       world.commit(*turn, &agent, aborts);
       if (testing::Test::HasFatalFailure()) FAIL() << "seed " << seed;
-      const auto alive = std::count_if(world.records.begin(), world.records.end(), [](const auto& each) { return each.second.alive; });
+      const auto alive = std::count_if(world.records.begin(), world.records.end(),
+                                       [](const auto& each) { return each.second.alive; });
       ASSERT_EQ(world.session.num_turns(), alive);
     }
     ASSERT_GT(accepted, 0);
@@ -264,7 +281,8 @@ TEST(SessionPropertyTest, TruncationIsAPrefix) {
     size_t next = 0;
     for (const v1::Sample& sample : got) {
       const Ids ids = ids_of(sample);
-      // Samples with nothing left to train are left out, so the match is the next one that starts with these ids.
+      // Samples with nothing left to train are left out, so the match is the next one that starts with these
+      // ids.
       for (;; ++next) {
         ASSERT_LT(next, expected.size());
         Ids start = ids_of(expected[next]);

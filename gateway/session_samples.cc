@@ -8,7 +8,8 @@
 
 namespace slipstream::gateway {
 
-// Writes one path. `claimed` counts, for each turn, the leading sampled tokens whose loss an earlier sample carries.
+// Writes one path. `claimed` counts, for each turn, the leading sampled tokens whose loss an earlier sample
+// carries.
 struct Session::SampleWriter {
   int64_t room;
   std::vector<int64_t>* claimed;
@@ -53,7 +54,8 @@ struct Session::SampleWriter {
     }
   }
 
-  // Rows up to the last but one token. A row that two pieces hold is the first one's: it was there when its token was sampled.
+  // Rows up to the last but one token. A row that two pieces hold is the first one's: it was there when its
+  // token was sampled.
   void add_replay(const Turn& turn, int64_t* rows) {
     const int64_t wanted = out.ids_size() - 1;
     for (const v1::Replay& piece : turn.replay) {
@@ -107,8 +109,12 @@ std::vector<v1::Sample> Session::samples() const {
     path.erase(broken, path.end());
     if (path.empty()) continue;
 
-    SampleWriter writer{.room = options_.max_seq_len > 0 ? options_.max_seq_len : std::numeric_limits<int32_t>::max(),
-                        .claimed = &claimed, .out = {}, .truncated = {}, .masked = {}};
+    SampleWriter writer{
+        .room = options_.max_seq_len > 0 ? options_.max_seq_len : std::numeric_limits<int32_t>::max(),
+        .claimed = &claimed,
+        .out = {},
+        .truncated = {},
+        .masked = {}};
     for (size_t i = 0; i < path.size(); ++i) {
       const Turn& each = turn(path[i]);
       writer.add(i == 0 ? v1::SPAN_KIND_PROMPT : v1::SPAN_KIND_OBSERVATION, each.added_ids.data(),
@@ -118,8 +124,8 @@ std::vector<v1::Sample> Session::samples() const {
     }
     int64_t rows = 0;
     for (const int64_t index : path) writer.add_replay(turn(index), &rows);
-    // All its tokens may be in other samples: a path cut short ends where another one goes on. But a session cut before its
-    // first sampled token still says so.
+    // All its tokens may be in other samples: a path cut short ends where another one goes on. But a session
+    // cut before its first sampled token still says so.
     if (writer.masked.empty() && !(out.empty() && writer.out.length_truncated())) continue;
     out.push_back(writer.take());
   }

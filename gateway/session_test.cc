@@ -1,5 +1,5 @@
-// Goal: the learner gets exactly the ids the engine saw and sampled, whatever clients do in between. Cases C1, C2, C3, C4 and C6
-// of the field cases and others of their kind.
+// Goal: the learner gets exactly the ids the engine saw and sampled, whatever clients do in between. Cases
+// C1, C2, C3, C4 and C6 of the field cases and others of their kind.
 #include "gateway/session.h"
 
 #include <algorithm>
@@ -37,8 +37,10 @@ class OtherTokenizer : public model::Tokenizer {
   std::string decode(absl::Span<const int32_t> ids) const override {
     std::string text;
     for (const int32_t id : ids) {
-      if (id == kAb) text += "ab";
-      else if (id >= 0 && id < 256) text.push_back(static_cast<char>(id));
+      if (id == kAb)
+        text += "ab";
+      else if (id >= 0 && id < 256)
+        text.push_back(static_cast<char>(id));
     }
     return text;
   }
@@ -58,7 +60,9 @@ class OtherTokenizer : public model::Tokenizer {
 Reply reply(std::vector<int32_t> ids, std::vector<float> logprobs = {}) {
   const size_t n = ids.size();
   if (logprobs.empty()) logprobs.assign(n, -0.5f);
-  return {.ids = std::move(ids), .logprobs = std::move(logprobs), .policy_versions = std::vector<int32_t>(n, 0),
+  return {.ids = std::move(ids),
+          .logprobs = std::move(logprobs),
+          .policy_versions = std::vector<int32_t>(n, 0),
           .context_versions = std::vector<int32_t>(n, 0)};
 }
 
@@ -72,7 +76,9 @@ v1::Replay piece(int64_t first_row, int64_t num_rows, const std::string& bytes =
 
 class SessionTest : public testing::Test {
  protected:
-  SessionTest() : tokenizer_(model::open_tokenizer("bytes").value()), format_(ChatFormat::create({}, *tokenizer_).value()) {}
+  SessionTest()
+      : tokenizer_(model::open_tokenizer("bytes").value()),
+        format_(ChatFormat::create({}, *tokenizer_).value()) {}
 
   std::vector<int32_t> bytes(const std::string& text, int32_t stop = -1) {
     std::vector<int32_t> ids = tokenizer_->encode(text);
@@ -80,7 +86,9 @@ class SessionTest : public testing::Test {
     return ids;
   }
   std::string text(absl::Span<const int32_t> ids) { return tokenizer_->decode(ids); }
-  static absl::Span<const int32_t> ids_of(const v1::Sample& sample) { return {sample.ids().data(), static_cast<size_t>(sample.ids_size())}; }
+  static absl::Span<const int32_t> ids_of(const v1::Sample& sample) {
+    return {sample.ids().data(), static_cast<size_t>(sample.ids_size())};
+  }
 
   // One turn that must work.
   ChatMessage take(Session* session, const std::vector<ChatMessage>& conversation, Reply sampled) {
@@ -128,8 +136,10 @@ class SessionTest : public testing::Test {
 TEST_F(SessionTest, StopTokenBoundary) {  // C1
   const OtherTokenizer tokenizer;
   const auto format = ChatFormat::create({.thinking = true}, tokenizer).value();
-  const int32_t observation = tokenizer.special("<|observation|>").value(), user_id = tokenizer.special("<|user|>").value();
-  const int32_t assistant = tokenizer.special("<|assistant|>").value(), think = tokenizer.special("<think>").value();
+  const int32_t observation = tokenizer.special("<|observation|>").value(),
+                user_id = tokenizer.special("<|user|>").value();
+  const int32_t assistant = tokenizer.special("<|assistant|>").value(),
+                think = tokenizer.special("<think>").value();
   Session session(*format, {});
   const auto first = session.extend({user("1234567")});
   ASSERT_TRUE(first.ok());
@@ -158,7 +168,8 @@ TEST_F(SessionTest, EndOfTextStaysInTheContext) {  // C1, another stop
   Session session(*format_, {});
   take(&session, {user("a")}, reply(bytes("b", kEndOfText)));
   const auto next = session.extend({user("c")});
-  EXPECT_EQ(text(next->prompt_ids), "[gMASK]<sop><|user|>a<|assistant|></think>b<|endoftext|><|user|>c<|assistant|></think>");
+  EXPECT_EQ(text(next->prompt_ids),
+            "[gMASK]<sop><|user|>a<|assistant|></think>b<|endoftext|><|user|>c<|assistant|></think>");
   EXPECT_FALSE(next->drops_stop);
 }
 
@@ -169,7 +180,8 @@ TEST_F(SessionTest, WrongOpenerBranches) {  // C1, the model stopped for another
   ASSERT_TRUE(next.ok());
   EXPECT_TRUE(next->drops_stop);
   EXPECT_EQ(text(next->prompt_ids),
-            "[gMASK]<sop><|user|>a<|assistant|></think>b<|observation|><tool_response>c</tool_response><|assistant|></think>");
+            "[gMASK]<sop><|user|>a<|assistant|></think>b<|observation|><tool_response>c</"
+            "tool_response><|assistant|></think>");
   ASSERT_TRUE(session.commit(*next, reply(bytes("d", kUser), {-3, -4})).ok());
   const std::vector<v1::Sample> samples = session.samples();
   ASSERT_EQ(samples.size(), 2u);
@@ -228,7 +240,8 @@ TEST_F(SessionTest, AdjacentMessagesAreRenderedTogether) {  // C3
   const std::vector<int32_t> prompt = format_->generation_prompt();
   expected.insert(expected.end(), prompt.begin(), prompt.end());
   EXPECT_EQ(both->added_ids, expected);
-  EXPECT_EQ(text(both->added_ids), "<tool_response>1</tool_response><tool_response>2</tool_response><|assistant|></think>");
+  EXPECT_EQ(text(both->added_ids),
+            "<tool_response>1</tool_response><tool_response>2</tool_response><|assistant|></think>");
 }
 
 TEST_F(SessionTest, RetryReplacesTheLastTurn) {  // C4
@@ -239,14 +252,16 @@ TEST_F(SessionTest, RetryReplacesTheLastTurn) {  // C4
   EXPECT_EQ(session.num_turns(), 1);
   const ChatMessage a2 = take(&session, {u1, a1, t1}, reply(bytes("x", kUser)));
   EXPECT_EQ(text(ids_of(session.samples().at(0))).find("lost"), std::string::npos);
-  EXPECT_NE(text(ids_of(session.samples().at(0))).find("</think>second<|observation|><tool_response>t1"), std::string::npos);
+  EXPECT_NE(text(ids_of(session.samples().at(0))).find("</think>second<|observation|><tool_response>t1"),
+            std::string::npos);
 
   const auto again = session.begin({u1, a1, t1});
   ASSERT_TRUE(again.ok());
   EXPECT_TRUE(again->replaces);
   const std::string before = session.serialize();
   EXPECT_EQ(refusal(session, {u1}),
-            "message 1: missing, expected the stored reply: only the last turn can be asked for again, and more than one follows");
+            "message 1: missing, expected the stored reply: only the last turn can be asked for again, and "
+            "more than one follows");
   EXPECT_EQ(session.serialize(), before);
   ASSERT_TRUE(session.commit(*again, reply(bytes("y", kUser))).ok());
   EXPECT_EQ(session.num_turns(), 2);
@@ -264,23 +279,30 @@ TEST_F(SessionTest, HistoryThatDiffersIsNamed) {
   EXPECT_EQ(refusal(session, {}), "messages: empty, expected a conversation");
   const ChatMessage a1 = take(&session, {u1}, reply(bytes("one", kObservation)));
   EXPECT_EQ(refusal(session, {u1, a1}), "message 2: missing, expected something new after the stored reply");
-  EXPECT_EQ(refusal(session, {user("u2")}), "message 0: content differs at byte 1: got \"u2\", expected \"u1\"");
+  EXPECT_EQ(refusal(session, {user("u2")}),
+            "message 0: content differs at byte 1: got \"u2\", expected \"u1\"");
   EXPECT_EQ(refusal(session, {u1, user("more")}), "message 1: role differs: got user, expected assistant");
   const ChatMessage a2 = take(&session, {u1, a1, t1, tool("t2")}, reply(bytes("two", kUser)));
   EXPECT_EQ(refusal(session, {u1, a1, t1}), "message 3: missing, expected the stored message");
   EXPECT_EQ(refusal(session, {u1, a1}), "message 2: missing, expected the stored message");
-  EXPECT_EQ(refusal(session, {u1, a1, t1, tool("t3"), a2, u1}), "message 3: content differs at byte 1: got \"t3\", expected \"t2\"");
-  EXPECT_EQ(refusal(session, {u1, a1, t1, tool("t2"), user("x")}), "message 4: role differs: got user, expected assistant");
+  EXPECT_EQ(refusal(session, {u1, a1, t1, tool("t3"), a2, u1}),
+            "message 3: content differs at byte 1: got \"t3\", expected \"t2\"");
+  EXPECT_EQ(refusal(session, {u1, a1, t1, tool("t2"), user("x")}),
+            "message 4: role differs: got user, expected assistant");
   ChatMessage edited = a1;
   edited.reasoning = "because";
-  EXPECT_EQ(refusal(session, {u1, edited, t1, tool("t2"), a2, u1}), "message 1: reasoning differs at byte 0: got \"because\", expected \"\"");
+  EXPECT_EQ(refusal(session, {u1, edited, t1, tool("t2"), a2, u1}),
+            "message 1: reasoning differs at byte 0: got \"because\", expected \"\"");
 }
 
 TEST_F(SessionTest, CallsComeBackInOtherWords) {
-  const model::ChatTool ls{.name = "ls", .description = "", .parameters =
-                           R"({"properties": {"path": {"type": "string"}, "depth": {"type": "integer"}}})"};
+  const model::ChatTool ls{
+      .name = "ls",
+      .description = "",
+      .parameters = R"({"properties": {"path": {"type": "string"}, "depth": {"type": "integer"}}})"};
   Session session(*format_, {.tools = {ls}});
-  const ChatMessage call{.role = ChatRole::kAssistant, .tool_calls = {{.name = "ls", .arguments = R"({"path":"/","depth":1})"}}};
+  const ChatMessage call{.role = ChatRole::kAssistant,
+                         .tool_calls = {{.name = "ls", .arguments = R"({"path":"/","depth":1})"}}};
   ChatMessage parsed = take(&session, {user("look")}, reply(format_->render_reply(call)));
   ASSERT_EQ(parsed.tool_calls.size(), 1u);
   EXPECT_EQ(parsed.tool_calls[0].id, "call_0_0");
@@ -291,7 +313,9 @@ TEST_F(SessionTest, CallsComeBackInOtherWords) {
   ASSERT_TRUE(next.ok()) << next.status();
   EXPECT_EQ(text(next->prompt_ids).find("1.0"), std::string::npos);  // stored ids count
   parsed.tool_calls[0].arguments = R"({"depth": true, "path": "/"})";
-  EXPECT_NE(refusal(session, {user("look"), parsed, tool("bin")}).find("message 1: tool_calls[0].arguments differs"), std::string::npos);
+  EXPECT_NE(refusal(session, {user("look"), parsed, tool("bin")})
+                .find("message 1: tool_calls[0].arguments differs"),
+            std::string::npos);
 }
 
 TEST_F(SessionTest, ToolChoiceNoneKeepsText) {  // C5: ids do not depend on parsing
@@ -331,17 +355,23 @@ TEST_F(SessionTest, RepliesThatDoNotAddUpAreRefused) {
   };
   EXPECT_EQ(refused([](Reply* r) { r->logprobs.pop_back(); }), "reply: 2 log-probs, expected 3");
   EXPECT_EQ(refused([](Reply* r) { r->logprobs.clear(); }), "reply: 0 log-probs, expected 3");
-  EXPECT_EQ(refused([](Reply* r) { r->policy_versions.push_back(0); }), "reply: 4 policy versions, expected 3");
-  EXPECT_EQ(refused([](Reply* r) { r->context_versions.pop_back(); }), "reply: 2 context versions, expected 3");
+  EXPECT_EQ(refused([](Reply* r) { r->policy_versions.push_back(0); }),
+            "reply: 4 policy versions, expected 3");
+  EXPECT_EQ(refused([](Reply* r) { r->context_versions.pop_back(); }),
+            "reply: 2 context versions, expected 3");
   EXPECT_EQ(refused([](Reply* r) { r->truncated = {true}; }), "reply: 1 truncation flags, expected 3");
   EXPECT_EQ(refused([](Reply* r) { r->ids[1] = -5; }), "reply: token 1 has id -5, expected 0 or more");
   EXPECT_EQ(refused([](Reply* r) { *r = Reply(); }), "reply: no tokens");
   EXPECT_EQ(refused([](Reply* r) { r->finish_reason = v1::FINISH_REASON_TIMEOUT; }),
             "reply: finish reason 5, expected stop, length or aborted");
-  EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(0, 9)}; }), "reply: replay of 9 rows from row 0, expected rows in order, from 0 to 7");
-  EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(4, 2), piece(3, 2)}; }),
+  EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(0, 9)}; }),
+            "reply: replay of 9 rows from row 0, expected rows in order, from 0 to 7");
+  EXPECT_EQ(refused([](Reply* r) {
+              r->replay = {piece(4, 2), piece(3, 2)};
+            }),
             "reply: replay of 2 rows from row 3, expected rows in order, from 4 to 7");
-  EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(INT64_MAX, INT64_MAX)}; }).substr(0, 14), "reply: replay ");
+  EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(INT64_MAX, INT64_MAX)}; }).substr(0, 14),
+            "reply: replay ");
   EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(1, INT64_MAX)}; }).substr(0, 14), "reply: replay ");
   EXPECT_EQ(refused([](Reply* r) { r->replay = {piece(-1, 2)}; }).substr(0, 14), "reply: replay ");
   EXPECT_EQ(session.num_turns(), 0);
@@ -356,16 +386,19 @@ TEST_F(SessionTest, OutdatedTurnsAreRefused) {
   const auto retry = session.begin({user("q")}), other = session.begin({user("q")});
   ASSERT_TRUE(session.commit(*retry, reply({'c', kUser})).ok());
   const std::string before = session.serialize();
-  EXPECT_EQ(session.commit(*other, reply({'d', kUser})).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(session.commit(*other, reply({'d', kUser})).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   PendingTurn astray = *other;
   astray.parent = 99;
-  EXPECT_EQ(session.commit(astray, reply({'d', kUser})).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(session.commit(astray, reply({'d', kUser})).status().code(),
+            absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(session.serialize(), before);
 }
 
 TEST_F(SessionTest, ColumnsTravel) {  // C9, C10
   Session session(*format_, {});
-  Reply first = reply(bytes("abcd", kUser), {-1, std::nanf(""), -3, -std::numeric_limits<float>::infinity(), -5});
+  Reply first =
+      reply(bytes("abcd", kUser), {-1, std::nanf(""), -3, -std::numeric_limits<float>::infinity(), -5});
   first.policy_versions = {3, 3, 4, 4, 4};
   first.context_versions = {2, 2, 2, 4, 4};
   first.truncated = {false, true, false, false, false};
@@ -379,10 +412,12 @@ TEST_F(SessionTest, ColumnsTravel) {  // C9, C10
   EXPECT_EQ(spans(sample), "P6 A5 O3 A2");
   EXPECT_EQ(sample.spans(1).worker_id(), "w1");
   EXPECT_EQ(sample.spans(3).worker_id(), "w2");
-  EXPECT_EQ(std::vector<int32_t>(sample.action_policy_versions().begin(), sample.action_policy_versions().end()),
-            std::vector<int32_t>({3, 3, 4, 4, 4, 0, 0}));
-  EXPECT_EQ(std::vector<int32_t>(sample.action_context_versions().begin(), sample.action_context_versions().end()),
-            std::vector<int32_t>({2, 2, 2, 4, 4, 0, 0}));
+  EXPECT_EQ(
+      std::vector<int32_t>(sample.action_policy_versions().begin(), sample.action_policy_versions().end()),
+      std::vector<int32_t>({3, 3, 4, 4, 4, 0, 0}));
+  EXPECT_EQ(
+      std::vector<int32_t>(sample.action_context_versions().begin(), sample.action_context_versions().end()),
+      std::vector<int32_t>({2, 2, 2, 4, 4, 0, 0}));
   EXPECT_EQ(std::vector<bool>(sample.action_masked().begin(), sample.action_masked().end()),
             std::vector<bool>({false, true, false, true, false, false, false}));
   EXPECT_EQ(std::vector<bool>(sample.action_truncated().begin(), sample.action_truncated().end()),
@@ -401,19 +436,25 @@ TEST_F(SessionTest, Demonstrations) {
   ASSERT_TRUE(session.commit(*turn, {.ids = format_->render_reply(solution)}).ok());
   const v1::Sample sample = session.samples().at(0);
   EXPECT_EQ(spans(sample), "P8 A3");
-  EXPECT_EQ(sample.action_logprobs_size() + sample.action_policy_versions_size() + sample.action_context_versions_size() +
-                sample.action_masked_size() + sample.action_truncated_size(), 0);
+  EXPECT_EQ(sample.action_logprobs_size() + sample.action_policy_versions_size() +
+                sample.action_context_versions_size() + sample.action_masked_size() +
+                sample.action_truncated_size(),
+            0);
 }
 
 // ---- replay and truncation
 
 class ReplayTest : public SessionTest {
  protected:
-  // Turn 1 of case C6 has 4 prompt ids, turn 2 a prompt of 9, which no chat prompt is as short as: the turns are made by hand.
+  // Turn 1 of case C6 has 4 prompt ids, turn 2 a prompt of 9, which no chat prompt is as short as: the turns
+  // are made by hand.
   static PendingTurn turn(int64_t parent, int added) {
-    return {.parent = parent, .added = {user("x")}, .added_ids = std::vector<int32_t>(static_cast<size_t>(added), 'p')};
+    return {.parent = parent,
+            .added = {user("x")},
+            .added_ids = std::vector<int32_t>(static_cast<size_t>(added), 'p')};
   }
-  static Reply sampled(int n, std::vector<v1::Replay> replay, v1::FinishReason reason = v1::FINISH_REASON_STOP) {
+  static Reply sampled(int n, std::vector<v1::Replay> replay,
+                       v1::FinishReason reason = v1::FINISH_REASON_STOP) {
     Reply out = reply(std::vector<int32_t>(static_cast<size_t>(n), 's'));
     out.replay = std::move(replay);
     out.finish_reason = reason;
@@ -421,11 +462,13 @@ class ReplayTest : public SessionTest {
   }
 };
 
-TEST_F(ReplayTest, RowsAreMerged) {  // C6, whether turn 2's prompt pass recomputed everything or only what is new
+TEST_F(ReplayTest,
+       RowsAreMerged) {  // C6, whether turn 2's prompt pass recomputed everything or only what is new
   for (const bool whole : {true, false}) {
     Session session(*format_, {});
     ASSERT_TRUE(session.commit(turn(-1, 4), sampled(3, {piece(0, 6, "one")})).ok());
-    ASSERT_TRUE(session.commit(turn(0, 2), sampled(2, {whole ? piece(0, 10, "two") : piece(6, 4, "two")})).ok());
+    ASSERT_TRUE(
+        session.commit(turn(0, 2), sampled(2, {whole ? piece(0, 10, "two") : piece(6, 4, "two")})).ok());
     const v1::Sample sample = session.samples().at(0);
     EXPECT_EQ(sample.ids_size(), 11);
     EXPECT_EQ(rows(sample), 10);
@@ -467,7 +510,8 @@ TEST_F(ReplayTest, MergingStopsBeforeAGap) {  // C6
   EXPECT_EQ(sample.ids_size(), 7);
   EXPECT_EQ(rows(sample), 6);
   EXPECT_FALSE(sample.length_truncated());
-  // A later turn that has them all does not mend it: what was sampled in between is not known to be replayable.
+  // A later turn that has them all does not mend it: what was sampled in between is not known to be
+  // replayable.
   ASSERT_TRUE(session.commit(turn(1, 2), sampled(2, {piece(0, 14)})).ok());
   EXPECT_EQ(session.samples().at(0).ids_size(), 7);
 }
@@ -488,7 +532,8 @@ TEST_F(ReplayTest, OneRowMissingIsAGap) {
 
 TEST_F(ReplayTest, PiecesOfSeveralWorkers) {
   Session session(*format_, {});
-  ASSERT_TRUE(session.commit(turn(-1, 4), sampled(3, {piece(0, 5, "a"), piece(0, 6, "b")})).ok());  // moved after a token
+  ASSERT_TRUE(session.commit(turn(-1, 4), sampled(3, {piece(0, 5, "a"), piece(0, 6, "b")}))
+                  .ok());  // moved after a token
   const v1::Sample sample = session.samples().at(0);
   EXPECT_EQ(rows(sample), 6);
   EXPECT_EQ(sample.replay_size(), 2);
@@ -560,16 +605,20 @@ TEST_F(SessionTest, BranchesTrainASharedPrefixOnce) {
   const ChatMessage a1 = take(&session, {user("q")}, reply(bytes("one", kUser)));
   const ChatMessage a2 = take(&session, {user("q"), a1, user("x")}, reply(bytes("two", kUser)));
   take(&session, {user("q"), a1, user("x"), a2, user("y")}, reply(bytes("three", kUser)));
-  const ChatMessage b2 = take(&session, {user("q"), a1, user("z")}, reply(bytes("other", kUser)));  // differs inside history
+  const ChatMessage b2 =
+      take(&session, {user("q"), a1, user("z")}, reply(bytes("other", kUser)));  // differs inside history
   take(&session, {user("compacted")}, reply(bytes("four", kUser)));
-  take(&session, {user("q"), a1, user("z"), b2, user("w")}, reply(bytes("five", kUser)));  // goes on with an old branch
+  take(&session, {user("q"), a1, user("z"), b2, user("w")},
+       reply(bytes("five", kUser)));  // goes on with an old branch
   EXPECT_EQ(session.num_turns(), 6);
   const std::vector<v1::Sample> samples = session.samples();
   ASSERT_EQ(samples.size(), 3u);
   EXPECT_EQ(spans(samples[0]), "P6 A4 O3 A4 O3 A6");
   EXPECT_EQ(spans(samples[1]), "P6 O7 A6 O3 A5");
   EXPECT_EQ(spans(samples[2]), "P14 A5");
-  EXPECT_NE(text(ids_of(samples[1])).find("one<|user|>z<|assistant|></think>other<|user|>w<|assistant|></think>five"), std::string::npos);
+  EXPECT_NE(text(ids_of(samples[1]))
+                .find("one<|user|>z<|assistant|></think>other<|user|>w<|assistant|></think>five"),
+            std::string::npos);
 }
 
 TEST_F(SessionTest, BranchingStillRetriesTheLastTurn) {

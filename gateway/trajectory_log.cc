@@ -85,6 +85,18 @@ std::optional<bool> has_record_after(std::string_view data, int64_t offset) {
   return false;
 }
 
+void count_delivered(const v1::LogDelivered& delivered, v1::LogSnapshot* state) {
+  constexpr int64_t kStepsMax = 4096;
+  const int64_t oldest = std::max(state->first_step_at_version(), delivered.step() - kStepsMax + 1);
+  auto* sizes = state->mutable_delivered_at_version();
+  for (auto entry = sizes->begin(); entry != sizes->end();) {
+    // Later steps: of an earlier life of the learner, which is at them again.
+    const bool gone = entry->first < oldest || entry->first > delivered.step();
+    entry = gone ? sizes->erase(entry) : std::next(entry);
+  }
+  (*sizes)[delivered.step()] = delivered.trajectories();
+}
+
 }  // namespace
 
 absl::Status apply(RecordType type, std::string_view payload, v1::LogSnapshot* state) {
@@ -98,7 +110,13 @@ absl::Status apply(RecordType type, std::string_view payload, v1::LogSnapshot* s
     case RecordType::kGroup: {
       v1::LogGroup group;
       RETURN_IF_ERROR(parse(&group));
-      state->set_next_group_number(std::max(state->next_group_number(), group.group_number() + 1));
+      auto* unopened = state->mutable_unopened_groups();
+      if (group.group_number() < state->next_group_number()) {
+        unopened->erase(std::remove(unopened->begin(), unopened->end(), group.group_number()), unopened->end());
+        return absl::OkStatus();
+      }
+      for (uint64_t n = state->next_group_number(); n < group.group_number(); ++n) unopened->Add(n);
+      state->set_next_group_number(group.group_number() + 1);
       return absl::OkStatus();
     }
     case RecordType::kTrajectory: state->set_produced(state->produced() + 1); return absl::OkStatus();
@@ -122,6 +140,7 @@ absl::Status apply(RecordType type, std::string_view payload, v1::LogSnapshot* s
       state->set_rollouts_begun(true);
       state->set_step(delivered.step());
       state->set_policy_version(delivered.policy_version());
+      count_delivered(delivered, state);
       return absl::OkStatus();
     }
     case RecordType::kLearner: {
@@ -271,7 +290,7 @@ absl::Status TrajectoryLog::replay_segment(uint32_t segment, bool first, bool la
       const absl::MutexLock lock(&mutex_);
       status = apply(type, payload, &state_);
     }
-    if (status.ok() && size_ > 0) status = visitor(type, payload, uint64_t{segment} << 32 | static_cast<uint64_t>(size_));
+    if (status.ok() && (size_ > 0 || first)) status = visitor(type, payload, uint64_t{segment} << 32 | static_cast<uint64_t>(size_));
     if (!status.ok()) {
       return absl::DataLossError(absl::StrCat(path(segment), ": offset ", size_, ": ", std::string(status.message())));
     }

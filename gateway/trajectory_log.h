@@ -41,7 +41,8 @@ class TrajectoryLog {
   // Where a record is: segment number in the upper, byte offset in the lower 32 bits. Grows with every record.
   using Position = uint64_t;
   static uint32_t segment_of(Position position) { return static_cast<uint32_t>(position >> 32); }
-  // Given every record but the snapshots, in order. An error stops the replay and is returned by open().
+  // Given the snapshot that the oldest segment begins with, if there is any, and then every other record, in order. An error
+  // stops the replay and is returned by open().
   using Visitor = std::function<absl::Status(RecordType, std::string_view payload, Position)>;
   // Called once, by the writer's thread, in the order of the appends: when the records are on disk (their positions), or
   // none of them is.
@@ -53,7 +54,7 @@ class TrajectoryLog {
   // Writes what was appended.
   ~TrajectoryLog();
 
-  // Never blocks. Records of one call are on disk together or not at all. When the disk fails (ENOSPC, EIO) `done` gets the
+  // Never blocks. Records of one call are acknowledged together (a crash may leave the first of them). When the disk fails (ENOSPC, EIO) `done` gets the
   // error and the log is as before: later appends may work. What waits is bounded by the callers, who wait for `done`.
   // Returns the segment that is the oldest the records can come to lie in.
   uint32_t append(std::vector<Record> records, Done done);

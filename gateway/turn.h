@@ -39,10 +39,12 @@ class RunColumn {
   std::vector<Run> runs_;
 };
 
-// Ids and log-probs take 8 bytes a token, versions next to nothing; the text, for history checks, takes the rest of the 16.
+// Ids and log-probs take 8 bytes a token, versions next to nothing; the text, for history checks, takes the
+// rest of the 16.
 struct Session::Turn {
   int64_t parent = -1;
-  // This turn's context leaves out the parent's last id: a stop id that opens another kind of message than the one that came.
+  // This turn's context leaves out the parent's last id: a stop id that opens another kind of message than
+  // the one that came.
   bool drops_stop = false;
   std::vector<int64_t> children;
   std::vector<model::ChatMessage> added;
@@ -59,7 +61,8 @@ struct Session::Turn {
   std::string worker_id;
   std::vector<v1::Replay> replay;
   bool captured = false;  // this turn or one before it has replay
-  // Rows 0 .. replay_rows-1 of the path that ends here are in the pieces of its turns, without a gap before them.
+  // Rows 0 .. replay_rows-1 of the path that ends here are in the pieces of its turns, without a gap before
+  // them.
   int64_t replay_rows = 0;
 
   int64_t total_tokens() const { return prompt_tokens + static_cast<int64_t>(ids.size()); }

@@ -32,7 +32,7 @@ struct WarmupConfig {
 struct LearnerConfig {
   // model:
   std::string model_path;                   // checkpoint directory: version 0
-  kernels::DType dtype = kernels::DType::kF32;  // of the weights in the forward pass; masters are fp32
+  kernels::DType dtype = kernels::DType::kBf16;  // of the weights in the forward pass, as the workers have it; masters are fp32
   // learner:
   std::string address = "127.0.0.1:0";      // Weights service (rank 0)
   int threads = 0;                          // 0: one a core

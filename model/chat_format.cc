@@ -28,8 +28,8 @@ std::string describe(const ChatTool& tool) {
 
 }  // namespace
 
-// Text between two special tokens is encoded in one piece, as it would be in a whole rendered conversation: a tokenizer that
-// merges would encode the pieces differently.
+// Text between two special tokens is encoded in one piece, as it would be in a whole rendered conversation: a
+// tokenizer that merges would encode the pieces differently.
 class ChatFormat::Writer {
  public:
   explicit Writer(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
@@ -56,25 +56,35 @@ class ChatFormat::Writer {
   std::vector<int32_t> ids_;
 };
 
-absl::StatusOr<std::unique_ptr<ChatFormat>> ChatFormat::create(const Options& options, const Tokenizer& tokenizer) {
+absl::StatusOr<std::unique_ptr<ChatFormat>> ChatFormat::create(const Options& options,
+                                                               const Tokenizer& tokenizer) {
   if (options.family != "glm47" && options.family != "glm53") {
-    return absl::InvalidArgumentError(absl::StrCat("chat format \"", options.family, "\": unknown, expected glm47 or glm53"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("chat format \"", options.family, "\": unknown, expected glm47 or glm53"));
   }
   const std::string& effort = options.reasoning_effort;
   if (effort != "low" && effort != "high" && effort != "max") {
-    return absl::InvalidArgumentError(absl::StrCat("reasoning effort \"", effort, "\": unknown, expected low, high or max"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("reasoning effort \"", effort, "\": unknown, expected low, high or max"));
   }
   Ids ids{};
-  const std::pair<std::string_view, int32_t*> table[] = {
-      {"<|endoftext|>", &ids.endoftext},     {"<|user|>", &ids.user},
-      {"<|observation|>", &ids.observation}, {"<|assistant|>", &ids.assistant},
-      {"<|system|>", &ids.system},           {"[gMASK]", &ids.gmask},
-      {"<sop>", &ids.sop},                   {"<think>", &ids.think},
-      {"</think>", &ids.end_think},          {"<tool_call>", &ids.tool_call},
-      {"</tool_call>", &ids.end_tool_call},  {"<arg_key>", &ids.arg_key},
-      {"</arg_key>", &ids.end_arg_key},      {"<arg_value>", &ids.arg_value},
-      {"</arg_value>", &ids.end_arg_value},  {"<tool_response>", &ids.tool_response},
-      {"</tool_response>", &ids.end_tool_response}};
+  const std::pair<std::string_view, int32_t*> table[] = {{"<|endoftext|>", &ids.endoftext},
+                                                         {"<|user|>", &ids.user},
+                                                         {"<|observation|>", &ids.observation},
+                                                         {"<|assistant|>", &ids.assistant},
+                                                         {"<|system|>", &ids.system},
+                                                         {"[gMASK]", &ids.gmask},
+                                                         {"<sop>", &ids.sop},
+                                                         {"<think>", &ids.think},
+                                                         {"</think>", &ids.end_think},
+                                                         {"<tool_call>", &ids.tool_call},
+                                                         {"</tool_call>", &ids.end_tool_call},
+                                                         {"<arg_key>", &ids.arg_key},
+                                                         {"</arg_key>", &ids.end_arg_key},
+                                                         {"<arg_value>", &ids.arg_value},
+                                                         {"</arg_value>", &ids.end_arg_value},
+                                                         {"<tool_response>", &ids.tool_response},
+                                                         {"</tool_response>", &ids.end_tool_response}};
   std::vector<int32_t> markup;
   for (const auto& [spelling, id] : table) {
     ASSIGN_OR_RETURN(*id, tokenizer.special(spelling));
@@ -93,19 +103,26 @@ ChatFormat::ChatFormat(Options options, const Tokenizer& tokenizer, const Ids& i
       ids_(ids),
       stop_ids_{ids.endoftext, ids.user, ids.observation} {}
 
-bool ChatFormat::is_markup(int32_t id) const { return std::binary_search(markup_.begin(), markup_.end(), id); }
+bool ChatFormat::is_markup(int32_t id) const {
+  return std::binary_search(markup_.begin(), markup_.end(), id);
+}
 
 int32_t ChatFormat::opener(ChatRole role) const {
   switch (role) {
-    case ChatRole::kSystem: return ids_.system;
-    case ChatRole::kUser: return ids_.user;
-    case ChatRole::kAssistant: return ids_.assistant;
-    case ChatRole::kTool: return ids_.observation;
+    case ChatRole::kSystem:
+      return ids_.system;
+    case ChatRole::kUser:
+      return ids_.user;
+    case ChatRole::kAssistant:
+      return ids_.assistant;
+    case ChatRole::kTool:
+      return ids_.observation;
   }
   return ids_.user;
 }
 
-std::vector<int32_t> ChatFormat::render_start(absl::Span<const ChatMessage> messages, absl::Span<const ChatTool> tools) const {
+std::vector<int32_t> ChatFormat::render_start(absl::Span<const ChatMessage> messages,
+                                              absl::Span<const ChatTool> tools) const {
   Writer out(tokenizer_);
   out.special(ids_.gmask);
   out.special(ids_.sop);
@@ -126,7 +143,8 @@ std::vector<int32_t> ChatFormat::render_more(absl::Span<const ChatMessage> messa
   return out.take();
 }
 
-// The wording is the checkpoints': models were trained on it. Its markup is special tokens; that of the schemas is text.
+// The wording is the checkpoints': models were trained on it. Its markup is special tokens; that of the
+// schemas is text.
 void ChatFormat::write_tools(absl::Span<const ChatTool> tools, Writer* out) const {
   out->special(ids_.system);
   out->text(
@@ -134,7 +152,8 @@ void ChatFormat::write_tools(absl::Span<const ChatTool> tools, Writer* out) cons
       "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n");
   for (const ChatTool& tool : tools) out->text(describe(tool) + "\n");
   out->text(
-      "</tools>\n\nFor each function call, output the function name and arguments within the following XML format:\n");
+      "</tools>\n\nFor each function call, output the function name and arguments within the following XML "
+      "format:\n");
   out->special(ids_.tool_call);
   out->text("{function-name}");
   for (const char* index : {"1", "2"}) {
@@ -162,7 +181,8 @@ void ChatFormat::write_messages(absl::Span<const ChatMessage> messages, int32_t 
       out->text(message.content);
       out->special(ids_.end_tool_response);
     } else if (message.role == ChatRole::kAssistant) {
-      const std::string_view reasoning = glm53_ ? std::string_view(message.reasoning) : stripped(message.reasoning);
+      const std::string_view reasoning =
+          glm53_ ? std::string_view(message.reasoning) : stripped(message.reasoning);
       if (glm53_ || !reasoning.empty()) out->special(ids_.think);
       out->text(reasoning);
       out->special(ids_.end_think);

@@ -1,5 +1,6 @@
-// Goal: conversations become the exact ids the checkpoints were trained on, sampled ids become the message they mean, and no
-// ids whatever break the parser. Cases C3 and C5 of the field cases and others of their kind.
+// Goal: conversations become the exact ids the checkpoints were trained on, sampled ids become the message
+// they mean, and no ids whatever break the parser. Cases C3 and C5 of the field cases and others of their
+// kind.
 #include "model/chat_format.h"
 
 #include <cmath>
@@ -23,9 +24,12 @@ constexpr char kPrefix53[] = "[gMASK]<sop><|system|>Reasoning Effort: Max";
 
 class ChatFormatTest : public testing::Test {
  protected:
-  ChatFormatTest() : tokenizer_(open_tokenizer("bytes").value()), plain_(open({})), thinking_(open({.thinking = true})) {}
+  ChatFormatTest()
+      : tokenizer_(open_tokenizer("bytes").value()), plain_(open({})), thinking_(open({.thinking = true})) {}
 
-  std::unique_ptr<ChatFormat> open(ChatFormat::Options options) { return ChatFormat::create(options, *tokenizer_).value(); }
+  std::unique_ptr<ChatFormat> open(ChatFormat::Options options) {
+    return ChatFormat::create(options, *tokenizer_).value();
+  }
   std::string text(const std::vector<int32_t>& ids) { return tokenizer_->decode(ids); }
 
   // Ids of a text whose markup is meant: "<tool_call>" is the special token.
@@ -75,11 +79,15 @@ TEST_F(ChatFormatTest, StopsAreTheOpenersOfWhatFollows) {
 TEST_F(ChatFormatTest, Glm47Conversation) {
   ChatMessage answer = assistant(" 4 \n");
   answer.reasoning = "add them\n";
-  const std::vector<ChatMessage> messages = {{.role = ChatRole::kSystem, .content = "be brief"}, user("2+2?"), answer,
-                                             user(" thanks "), assistant("ok")};
+  const std::vector<ChatMessage> messages = {{.role = ChatRole::kSystem, .content = "be brief"},
+                                             user("2+2?"),
+                                             answer,
+                                             user(" thanks "),
+                                             assistant("ok")};
   EXPECT_EQ(text(plain_->render_start(messages, {})),
-            std::string(kPrefix) + "<|system|>be brief<|user|>2+2?<|assistant|><think>add them</think>4<|user|> thanks "
-                                   "<|assistant|></think>ok");
+            std::string(kPrefix) +
+                "<|system|>be brief<|user|>2+2?<|assistant|><think>add them</think>4<|user|> thanks "
+                "<|assistant|></think>ok");
   EXPECT_EQ(text(plain_->generation_prompt()), "<|assistant|></think>");
   EXPECT_EQ(text(thinking_->generation_prompt()), "<|assistant|><think>");
 }
@@ -88,31 +96,43 @@ TEST_F(ChatFormatTest, Glm53Conversation) {
   const auto format = open({.family = "glm53"});
   ChatMessage call = assistant("");
   call.tool_calls = {{.name = "get_weather", .arguments = R"({"city": "Paris"})"}};
-  EXPECT_EQ(text(format->render_start({user("weather?"), call, tool("sunny"), assistant("It is sunny.")}, {})),
-            std::string(kPrefix53) +
-                "<|user|>weather?<|assistant|><think></think><tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris"
-                "</arg_value></tool_call><|observation|><tool_response>sunny</tool_response><|assistant|><think></think>It "
-                "is sunny.");
+  EXPECT_EQ(
+      text(format->render_start({user("weather?"), call, tool("sunny"), assistant("It is sunny.")}, {})),
+      std::string(kPrefix53) +
+          "<|user|>weather?<|assistant|><think></think><tool_call>get_weather<arg_key>city</"
+          "arg_key><arg_value>Paris"
+          "</arg_value></tool_call><|observation|><tool_response>sunny</tool_response><|assistant|><think></"
+          "think>It "
+          "is sunny.");
   EXPECT_EQ(text(format->generation_prompt()), "<|assistant|><think>");  // thinking cannot be switched off
   EXPECT_EQ(text(open({.family = "glm53", .reasoning_effort = "low"})->render_start({user("a")}, {})),
             "[gMASK]<sop><|system|>Reasoning Effort: Low<|user|>a");
 }
 
 TEST_F(ChatFormatTest, ToolsAreListedInTheSystemTurn) {
-  const ChatTool weather{.name = "get_weather", .description = "Wetter \"hier\" ☀",
-                         .parameters = R"({"type":"object","properties":{"location":{"type":"string"}},"a":[1,2.5,null]})"};
+  const ChatTool weather{
+      .name = "get_weather",
+      .description = "Wetter \"hier\" ☀",
+      .parameters = R"({"type":"object","properties":{"location":{"type":"string"}},"a":[1,2.5,null]})"};
   const ChatTool now{.name = "now", .description = "", .parameters = ""};
   const std::string expected =
-      "<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
+      "<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
+      "provided with function "
       "signatures within <tools></tools> XML tags:\n<tools>\n"
-      "{\"name\": \"get_weather\", \"description\": \"Wetter \\\"hier\\\" ☀\", \"parameters\": {\"type\": \"object\", \"properties\": "
-      "{\"location\": {\"type\": \"string\"}}, \"a\": [1, 2.5, null]}}\n{\"name\": \"now\"}\n</tools>\n\nFor each function call, output "
-      "the function name and arguments within the following XML format:\n<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>"
-      "<arg_value>{arg-value-1}</arg_value><arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</arg_value>...</tool_call>";
+      "{\"name\": \"get_weather\", \"description\": \"Wetter \\\"hier\\\" ☀\", \"parameters\": {\"type\": "
+      "\"object\", \"properties\": "
+      "{\"location\": {\"type\": \"string\"}}, \"a\": [1, 2.5, null]}}\n{\"name\": \"now\"}\n</tools>\n\nFor "
+      "each function call, output "
+      "the function name and arguments within the following XML "
+      "format:\n<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>"
+      "<arg_value>{arg-value-1}</arg_value><arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</"
+      "arg_value>...</tool_call>";
   const std::vector<int32_t> rendered = plain_->render_start({user("Weather?")}, {weather, now});
   EXPECT_EQ(text(rendered), kPrefix + expected + "<|user|>Weather?");
-  EXPECT_EQ(rendered, ids(kPrefix + expected + "<|user|>Weather?"));  // the markup of the instruction is special tokens
-  EXPECT_EQ(text(open({.family = "glm53"})->render_start({user("Weather?")}, {weather, now})), kPrefix53 + expected + "<|user|>Weather?");
+  EXPECT_EQ(rendered,
+            ids(kPrefix + expected + "<|user|>Weather?"));  // the markup of the instruction is special tokens
+  EXPECT_EQ(text(open({.family = "glm53"})->render_start({user("Weather?")}, {weather, now})),
+            kPrefix53 + expected + "<|user|>Weather?");
 }
 
 TEST_F(ChatFormatTest, SpecialTokensInTextStayText) {
@@ -135,7 +155,8 @@ TEST_F(ChatFormatTest, ASampledOpenerIsNotRepeated) {
   EXPECT_EQ(text(plain_->render_more({user("a")}, stop_observation)), "<|user|>a");
   EXPECT_EQ(text(plain_->render_more({user("a")}, ids("<|endoftext|>")[0])), "<|user|>a");
   EXPECT_EQ(text(plain_->render_more({tool("a"), tool("b"), user("c"), tool("d")}, stop_observation)),
-            "<tool_response>a</tool_response><tool_response>b</tool_response><|user|>c<|observation|><tool_response>d"
+            "<tool_response>a</tool_response><tool_response>b</"
+            "tool_response><|user|>c<|observation|><tool_response>d"
             "</tool_response>");
 }
 
@@ -164,7 +185,8 @@ TEST_F(ChatFormatTest, CallInsideAnOpenThink) {  // C5
     EXPECT_EQ(message.tool_calls[0].name, "ls");
     EXPECT_EQ(message.tool_calls[0].arguments, R"({"p":"/tmp"})");
   }
-  const ChatMessage verbatim = thinking_->parse_reply(ids(reply + "<|observation|>"), {}, /*use_tools=*/false);
+  const ChatMessage verbatim =
+      thinking_->parse_reply(ids(reply + "<|observation|>"), {}, /*use_tools=*/false);
   EXPECT_EQ(verbatim.content, reply);
   EXPECT_EQ(verbatim.reasoning, "");
   EXPECT_TRUE(verbatim.tool_calls.empty());
@@ -172,9 +194,11 @@ TEST_F(ChatFormatTest, CallInsideAnOpenThink) {  // C5
 }
 
 TEST_F(ChatFormatTest, SeveralCallsKeepTheirOrderAndTheTextAround) {  // C5
-  const ChatMessage message = plain_->parse_reply(
-      ids("a<tool_call>one</tool_call><tool_call>two<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>b<tool_call>one"
-          "</tool_call>\nc"), {});
+  const ChatMessage message =
+      plain_->parse_reply(ids("a<tool_call>one</tool_call><tool_call>two<arg_key>k</arg_key><arg_value>v</"
+                              "arg_value></tool_call>b<tool_call>one"
+                              "</tool_call>\nc"),
+                          {});
   EXPECT_EQ(message.content, "ab\nc");
   ASSERT_EQ(message.tool_calls.size(), 3u);
   EXPECT_EQ(message.tool_calls[0].name, "one");
@@ -184,8 +208,9 @@ TEST_F(ChatFormatTest, SeveralCallsKeepTheirOrderAndTheTextAround) {  // C5
 }
 
 TEST_F(ChatFormatTest, ArgumentValuesAreExact) {  // C5
-  for (const std::string& value : std::vector<std::string>{"a\nb", "\n\n", "", " 001 ", "123_456", "x</arg_value", "x</arg_value<", "<", "a\"b\\c", "☀ é",
-                                  "null", "1e5", "{\"a\": 1}", std::string("a\0b", 3)}) {
+  for (const std::string& value :
+       std::vector<std::string>{"a\nb", "\n\n", "", " 001 ", "123_456", "x</arg_value", "x</arg_value<", "<",
+                                "a\"b\\c", "☀ é", "null", "1e5", "{\"a\": 1}", std::string("a\0b", 3)}) {
     std::vector<int32_t> reply = ids("<tool_call>f<arg_key>k</arg_key><arg_value>");
     const std::vector<int32_t> letters = tokenizer_->encode(value);
     reply.insert(reply.end(), letters.begin(), letters.end());
@@ -201,7 +226,8 @@ TEST_F(ChatFormatTest, ArgumentValuesAreExact) {  // C5
   reply.insert(reply.end(), letters.begin(), letters.end());
   const std::vector<int32_t> tail = ids("</arg_value></tool_call>");
   reply.insert(reply.end(), tail.begin(), tail.end());
-  EXPECT_EQ(plain_->parse_reply(reply, {}).tool_calls.at(0).arguments, R"({"k":"<arg_key><think></arg_value></tool_call>"})");
+  EXPECT_EQ(plain_->parse_reply(reply, {}).tool_calls.at(0).arguments,
+            R"({"k":"<arg_key><think></arg_value></tool_call>"})");
 }
 
 TEST_F(ChatFormatTest, TypesFollowTheSchema) {
@@ -211,7 +237,8 @@ TEST_F(ChatFormatTest, TypesFollowTheSchema) {
       "iu": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "e": {"enum": [1, 2]}, "r": {"$ref": "#/x"}, "any": true}})"};
   const auto parsed = [&](const std::string& key, const std::string& value) {
     const ChatMessage message = plain_->parse_reply(
-        ids("<tool_call>f<arg_key>" + key + "</arg_key><arg_value>" + value + "</arg_value></tool_call>"), {&typed, 1});
+        ids("<tool_call>f<arg_key>" + key + "</arg_key><arg_value>" + value + "</arg_value></tool_call>"),
+        {&typed, 1});
     EXPECT_EQ(message.tool_calls.size(), 1u);
     return message.tool_calls.empty() ? "" : message.tool_calls[0].arguments;
   };
@@ -245,12 +272,12 @@ TEST_F(ChatFormatTest, TypesFollowTheSchema) {
 
 TEST_F(ChatFormatTest, WhatIsNoCallIsText) {
   const ChatTool known{.name = "f", .description = "", .parameters = ""};
-  for (const std::string reply : {
-           "<tool_call>f", "<tool_call>", "a<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value>",
-           "<tool_call>f<arg_key>k</arg_key><arg_value>v", "<tool_call>f<arg_key>k", "<tool_call></tool_call>",
-           "<tool_call> \n</tool_call>", "<tool_call>f</arg_value></tool_call>", "<tool_call>f<arg_key>k</arg_key></tool_call>",
-           "<tool_call>f<think></tool_call>", "</tool_call>", "<arg_key>k</arg_key>", "x</think>y", "x<think>y", "</think>",
-           "<tool_call>other</tool_call>"}) {
+  for (const std::string reply :
+       {"<tool_call>f", "<tool_call>", "a<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value>",
+        "<tool_call>f<arg_key>k</arg_key><arg_value>v", "<tool_call>f<arg_key>k", "<tool_call></tool_call>",
+        "<tool_call> \n</tool_call>", "<tool_call>f</arg_value></tool_call>",
+        "<tool_call>f<arg_key>k</arg_key></tool_call>", "<tool_call>f<think></tool_call>", "</tool_call>",
+        "<arg_key>k</arg_key>", "x</think>y", "x<think>y", "</think>", "<tool_call>other</tool_call>"}) {
     for (const char* stop : {"", "<|user|>", "<|observation|>", "<|endoftext|>"}) {
       const ChatMessage message = plain_->parse_reply(ids(reply + stop), {&known, 1});
       EXPECT_EQ(message.content, reply);
@@ -259,17 +286,19 @@ TEST_F(ChatFormatTest, WhatIsNoCallIsText) {
     }
   }
   // The broken one does not swallow the next.
-  const ChatMessage message = plain_->parse_reply(ids("<tool_call>f<arg_key>k<tool_call>f</tool_call>"), {&known, 1});
+  const ChatMessage message =
+      plain_->parse_reply(ids("<tool_call>f<arg_key>k<tool_call>f</tool_call>"), {&known, 1});
   EXPECT_EQ(message.content, "<tool_call>f<arg_key>k");
   EXPECT_EQ(message.tool_calls.size(), 1u);
 }
 
 TEST_F(ChatFormatTest, LooseSpellingsOfCallsAreUnderstood) {
-  for (const char* reply : {"<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>",
-                            "<tool_call> f <arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
-                            "<tool_call>f<arg_key>k</arg_key>v</arg_value></tool_call>",
-                            "<tool_call>f<arg_key>k</arg_key><arg_value>u</arg_value><arg_key>k</arg_key><arg_value>v</arg_value>"
-                            "</tool_call>"}) {
+  for (const char* reply :
+       {"<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>",
+        "<tool_call> f <arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
+        "<tool_call>f<arg_key>k</arg_key>v</arg_value></tool_call>",
+        "<tool_call>f<arg_key>k</arg_key><arg_value>u</arg_value><arg_key>k</arg_key><arg_value>v</arg_value>"
+        "</tool_call>"}) {
     const ChatMessage message = plain_->parse_reply(ids(reply), {});
     ASSERT_EQ(message.tool_calls.size(), 1u) << reply;
     EXPECT_EQ(message.tool_calls[0].name, "f");
@@ -284,7 +313,8 @@ TEST_F(ChatFormatTest, Thinking) {
   const ChatMessage cut = thinking_->parse_reply(ids("why"), {});  // by length: all of it is reasoning
   EXPECT_EQ(cut.reasoning, "why");
   EXPECT_EQ(cut.content, "");
-  const ChatMessage never_closed = thinking_->parse_reply(ids("42<|user|>"), {});  // stopped: it is the answer
+  const ChatMessage never_closed =
+      thinking_->parse_reply(ids("42<|user|>"), {});  // stopped: it is the answer
   EXPECT_EQ(never_closed.reasoning, "");
   EXPECT_EQ(never_closed.content, "42");
   const ChatMessage on_its_own = plain_->parse_reply(ids("<think>why</think>so<|user|>"), {});
@@ -302,28 +332,35 @@ TEST_F(ChatFormatTest, OnlyTheLastStopIsDropped) {
 // ---- properties
 
 std::string random_text(std::mt19937_64& random, bool utf8) {
-  static const char* const pieces[] = {"a", "7", " ", "\n", "\"", "\\", "{", "}", "<", "</", "<tool_call>", "</arg_value>", "<|user|>",
-                                       "☀", "é", "null", "true", "[1]", "\t", "</think>"};
+  static const char* const pieces[] = {"a", "7",    " ",    "\n",          "\"",           "\\",       "{",
+                                       "}", "<",    "</",   "<tool_call>", "</arg_value>", "<|user|>", "☀",
+                                       "é", "null", "true", "[1]",         "\t",           "</think>"};
   std::string out;
   for (uint64_t n = random() % 8; n > 0; --n) {
-    if (!utf8 && random() % 4 == 0) out.push_back(static_cast<char>(random()));
-    else out += pieces[random() % std::size(pieces)];
+    if (!utf8 && random() % 4 == 0)
+      out.push_back(static_cast<char>(random()));
+    else
+      out += pieces[random() % std::size(pieces)];
   }
   return out;
 }
 
 ordered_json random_value(std::mt19937_64& random, const std::string& type) {
   if (type == "integer") return static_cast<int64_t>(random()) >> (random() % 64);
-  if (type == "number") return std::ldexp(static_cast<double>(static_cast<int64_t>(random())), -static_cast<int>(random() % 200));
+  if (type == "number")
+    return std::ldexp(static_cast<double>(static_cast<int64_t>(random())), -static_cast<int>(random() % 200));
   if (type == "boolean") return random() % 2 == 0;
   if (type == "null") return nullptr;
-  if (type == "array") return ordered_json::array({random_text(random, true), random() % 9, ordered_json::object()});
-  if (type == "object") return ordered_json{{random_text(random, true), random_text(random, true)}, {"z", {1.5, nullptr}}};
+  if (type == "array")
+    return ordered_json::array({random_text(random, true), random() % 9, ordered_json::object()});
+  if (type == "object")
+    return ordered_json{{random_text(random, true), random_text(random, true)}, {"z", {1.5, nullptr}}};
   return random_text(random, true);
 }
 
 TEST_F(ChatFormatTest, ParsingARenderedReplyGivesItBack) {
-  const std::vector<std::string> types = {"string", "integer", "number", "boolean", "null", "array", "object"};
+  const std::vector<std::string> types = {"string", "integer", "number", "boolean",
+                                          "null",   "array",   "object"};
   ordered_json properties;
   for (const std::string& type : types) properties["arg " + type] = {{"type", type}};
   const std::string schema = ordered_json{{"type", "object"}, {"properties", properties}}.dump();
@@ -332,7 +369,8 @@ TEST_F(ChatFormatTest, ParsingARenderedReplyGivesItBack) {
                                        {.name = "<tool_call>", .description = "", .parameters = schema}};
   std::vector<std::unique_ptr<ChatFormat>> formats;
   for (const char* family : {"glm47", "glm53"}) {
-    for (const bool thinking : {false, true}) formats.push_back(open({.family = family, .thinking = thinking}));
+    for (const bool thinking : {false, true})
+      formats.push_back(open({.family = family, .thinking = thinking}));
   }
   std::mt19937_64 random(1);
   for (int round = 0; round < 4000; ++round) {
@@ -356,28 +394,38 @@ TEST_F(ChatFormatTest, ParsingARenderedReplyGivesItBack) {
     ASSERT_EQ(back.tool_calls.size(), message.tool_calls.size()) << round << text(reply);
     for (size_t i = 0; i < back.tool_calls.size(); ++i) {
       ASSERT_EQ(back.tool_calls[i].name, message.tool_calls[i].name);
-      ASSERT_EQ(ordered_json::parse(back.tool_calls[i].arguments), ordered_json::parse(message.tool_calls[i].arguments));
+      ASSERT_EQ(ordered_json::parse(back.tool_calls[i].arguments),
+                ordered_json::parse(message.tool_calls[i].arguments));
     }
   }
 }
 
 TEST_F(ChatFormatTest, SurvivesAnyIds) {
-  const std::vector<ChatTool> tools = {{.name = "a", .description = "", .parameters = "{\"properties\": {\"a\": {\"type\": \"array\"}}}"},
-                                       {.name = "aa", .description = "", .parameters = "not JSON"}};
+  const std::vector<ChatTool> tools = {
+      {.name = "a", .description = "", .parameters = "{\"properties\": {\"a\": {\"type\": \"array\"}}}"},
+      {.name = "aa", .description = "", .parameters = "not JSON"}};
   std::mt19937_64 random(2);
   for (int round = 0; round < 30'000; ++round) {
     std::vector<int32_t> reply(random() % 24);
     for (int32_t& id : reply) {
       switch (random() % 8) {
-        case 0: id = static_cast<int32_t>(random()); break;
-        case 1: id = static_cast<int32_t>(random() % 256); break;
-        case 2: id = 'a'; break;
-        default: id = 256 + static_cast<int32_t>(random() % 18);
+        case 0:
+          id = static_cast<int32_t>(random());
+          break;
+        case 1:
+          id = static_cast<int32_t>(random() % 256);
+          break;
+        case 2:
+          id = 'a';
+          break;
+        default:
+          id = 256 + static_cast<int32_t>(random() % 18);
       }
     }
     const ChatFormat& format = round % 2 == 0 ? *plain_ : *thinking_;
     const bool strict = round % 3 == 0;
-    const ChatMessage message = format.parse_reply(reply, strict ? absl::MakeConstSpan(tools) : absl::Span<const ChatTool>());
+    const ChatMessage message =
+        format.parse_reply(reply, strict ? absl::MakeConstSpan(tools) : absl::Span<const ChatTool>());
     for (const ChatToolCall& call : message.tool_calls) {
       ASSERT_FALSE(call.name.empty());
       const auto arguments = parse_strict_json(call.arguments);
@@ -404,8 +452,10 @@ TEST_F(ChatFormatTest, LongRepliesTakeLinearTime) {
 TEST_F(ChatFormatTest, FingerprintsDifferWhereIdsWould) {
   std::set<std::string> seen;
   for (const char* family : {"glm47", "glm53"}) {
-    for (const bool thinking : {false, true}) seen.insert(open({.family = family, .thinking = thinking})->fingerprint());
-    for (const char* effort : {"low", "high"}) seen.insert(open({.family = family, .reasoning_effort = effort})->fingerprint());
+    for (const bool thinking : {false, true})
+      seen.insert(open({.family = family, .thinking = thinking})->fingerprint());
+    for (const char* effort : {"low", "high"})
+      seen.insert(open({.family = family, .reasoning_effort = effort})->fingerprint());
   }
   EXPECT_EQ(seen.size(), 5u);  // glm47 plain and thinking; glm53 low, high, max
 }

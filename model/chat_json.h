@@ -1,4 +1,5 @@
-// The JSON of tool calls: what models and clients write is read strictly, and written the way chat templates do.
+// The JSON of tool calls: what models and clients write is read strictly, and written the way chat templates
+// do.
 #pragma once
 
 #include <optional>
@@ -9,8 +10,8 @@
 
 namespace slipstream::model {
 
-// One complete JSON value, keys in their order. nullopt: not JSON (NaN, hex and invalid UTF-8 included), a key twice in one
-// object, a number outside double's range, or nested deeper than 100.
+// One complete JSON value, keys in their order. nullopt: not JSON (NaN, hex and invalid UTF-8 included), a
+// key twice in one object, a number outside double's range, or nested deeper than 100.
 std::optional<nlohmann::ordered_json> parse_strict_json(std::string_view text);
 
 // Python's spelling: ", " and ": " between, characters outside ASCII as they are.

@@ -1,5 +1,5 @@
-// Sampled ids to a message. Markup is special ids only: the same letters in ordinary tokens are text, so that a model can
-// quote the format without calling anything.
+// Sampled ids to a message. Markup is special ids only: the same letters in ordinary tokens are text, so that
+// a model can quote the format without calling anything.
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -42,7 +42,8 @@ unsigned kind_of(const ordered_json& value) {
   if (value.is_number_integer()) return kInteger;
   if (value.is_number()) {
     const double number = value.get<double>();
-    return std::trunc(number) == number ? kNumber | kInteger : kNumber;  // 1.0 is an integer, and so is a long one
+    // 1.0 is an integer, and so is one with more digits than fit.
+    return std::trunc(number) == number ? kNumber | kInteger : kNumber;
   }
   if (value.is_string()) return kString;
   return value.is_array() ? kArray : kObject;
@@ -84,7 +85,8 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(kBlank) - begin + 1);
 }
 
-// The value as JSON. Numbers and nested values keep the model's own spelling: digits a double cannot hold survive.
+// The value as JSON. Numbers and nested values keep the model's own spelling: digits a double cannot hold
+// survive.
 std::string value_json(const ordered_json& schema, const std::string& key, const std::string& text) {
   const unsigned kinds = kinds_of_parameter(schema, key);
   if ((kinds & kString) == 0) {
@@ -125,7 +127,8 @@ bool ChatFormat::is_blank(int32_t id) const {
   return !is_markup(id) && tokenizer_.decode({id}).find_first_not_of(kBlank) == std::string::npos;
 }
 
-ChatMessage ChatFormat::parse_reply(absl::Span<const int32_t> ids, absl::Span<const ChatTool> tools, bool use_tools) const {
+ChatMessage ChatFormat::parse_reply(absl::Span<const int32_t> ids, absl::Span<const ChatTool> tools,
+                                    bool use_tools) const {
   ChatMessage message;
   message.role = ChatRole::kAssistant;
   const bool stopped = !ids.empty() && is_stop(ids.back());
@@ -196,7 +199,8 @@ size_t ChatFormat::parse_call(absl::Span<const int32_t> ids, size_t begin, absl:
     const std::optional<std::string> key = read_until(ids_.end_arg_key, /*quotes=*/false);
     if (!key) return 0;
     // <arg_value> is sometimes forgotten: then the value starts where the key ends.
-    if (const size_t value = skip_blanks(at); value < ids.size() && ids[value] == ids_.arg_value) at = value + 1;
+    if (const size_t value = skip_blanks(at); value < ids.size() && ids[value] == ids_.arg_value)
+      at = value + 1;
     const std::optional<std::string> value = read_until(ids_.end_arg_value, /*quotes=*/true);
     if (!value) return 0;
     arguments.set(*key, value_json(schema, *key, *value));

@@ -7,8 +7,14 @@
 
 namespace slipstream::model {
 
+Tensor panels_of(Step& step, const Tensor& w) {
+  return step.panels != nullptr ? step.panels->of(w, step.stream) : Tensor();
+}
+
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias) {
-  kernels::launch(kernels::Gemm{.a = x, .b = w, .c = y, .bias = bias, .transpose_b = true}, step.stream);
+  kernels::launch(kernels::Gemm{.a = x, .b = w, .c = y, .bias = bias, .transpose_b = true,
+                                .b_panels = panels_of(step, w)},
+                  step.stream);
 }
 
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias) {

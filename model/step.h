@@ -4,6 +4,7 @@
 #include "kernels/arena.h"
 #include "kernels/stream.h"
 #include "model/batch.h"
+#include "model/weight_panels.h"
 
 namespace slipstream::model {
 
@@ -14,11 +15,14 @@ struct Step {
   kernels::Stream& stream;
   kernels::Arena& arena;
   const PreparedBatch& batch;
+  WeightPanels* panels = nullptr;  // of the weights in use: makes products of few rows faster
 
   Tensor alloc(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kF32, shape); }
   Tensor ints(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kI32, shape); }
 };
 
+// w's panels, for a product x wᵀ; absent when the step has none.
+Tensor panels_of(Step& step, const Tensor& w);
 // y = x wᵀ (+ bias). x [T, K], w [N x K], y [T, N].
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias = {});
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias = {});

@@ -12,9 +12,9 @@ namespace {
 
 // Ids 256, 257 .. in this order. Checkpoints trained on bytes depend on it: append only.
 constexpr std::array<std::string_view, 17> kByteSpecials = {
-    "<|endoftext|>", "<|user|>",  "<|observation|>", "<|assistant|>", "<|system|>", "[gMASK]",
-    "<sop>",         "<think>",   "</think>",        "<tool_call>",   "</tool_call>", "<arg_key>",
-    "</arg_key>",    "<arg_value>", "</arg_value>",  "<tool_response>", "</tool_response>"};
+    "<|endoftext|>", "<|user|>",    "<|observation|>", "<|assistant|>",   "<|system|>",      "[gMASK]",
+    "<sop>",         "<think>",     "</think>",        "<tool_call>",     "</tool_call>",    "<arg_key>",
+    "</arg_key>",    "<arg_value>", "</arg_value>",    "<tool_response>", "</tool_response>"};
 constexpr int32_t kNumBytes = 256;
 
 class ByteTokenizer : public Tokenizer {
@@ -43,8 +43,8 @@ class ByteTokenizer : public Tokenizer {
     for (size_t i = 0; i < kByteSpecials.size(); ++i) {
       if (kByteSpecials[i] == spelling) return kNumBytes + static_cast<int32_t>(i);
     }
-    return absl::NotFoundError(
-        absl::StrCat("tokenizer \"bytes\": no special token \"", absl::string_view(spelling.data(), spelling.size()), "\""));
+    return absl::NotFoundError(absl::StrCat("tokenizer \"bytes\": no special token \"",
+                                            absl::string_view(spelling.data(), spelling.size()), "\""));
   }
 
   int64_t vocab_size() const override { return kNumBytes + static_cast<int64_t>(kByteSpecials.size()); }
@@ -67,7 +67,8 @@ bool holds_tokenizer_json(const std::string& spec) {
 absl::StatusOr<std::unique_ptr<Tokenizer>> open_tokenizer(const std::string& spec) {
   if (spec == "bytes") return std::make_unique<ByteTokenizer>();
   if (holds_tokenizer_json(spec)) {
-    return absl::UnimplementedError(absl::StrCat("tokenizer \"", spec, "\": tokenizer.json files are not read yet, expected \"bytes\""));
+    return absl::UnimplementedError(
+        absl::StrCat("tokenizer \"", spec, "\": tokenizer.json files are not read yet, expected \"bytes\""));
   }
   return absl::NotFoundError(absl::StrCat("tokenizer \"", spec, "\": unknown, expected \"bytes\""));
 }

@@ -1,4 +1,5 @@
-// Goal: bytes are their own ids, special tokens have fixed ids that no text can reach, and decode undoes encode.
+// Goal: bytes are their own ids, special tokens have fixed ids that no text can reach, and decode undoes
+// encode.
 #include "model/tokenizer.h"
 
 #include "gtest/gtest.h"
@@ -19,10 +20,10 @@ TEST(ByteTokenizerTest, EveryByteIsItsOwnId) {
 // Checkpoints depend on these numbers.
 TEST(ByteTokenizerTest, SpecialTokensHaveFixedIds) {
   const auto tokenizer = open_tokenizer("bytes").value();
-  const char* spellings[] = {"<|endoftext|>", "<|user|>",      "<|observation|>", "<|assistant|>",   "<|system|>", "[gMASK]",
-                             "<sop>",         "<think>",       "</think>",        "<tool_call>",     "</tool_call>",
-                             "<arg_key>",     "</arg_key>",    "<arg_value>",     "</arg_value>",    "<tool_response>",
-                             "</tool_response>"};
+  const char* spellings[] = {
+      "<|endoftext|>", "<|user|>",    "<|observation|>", "<|assistant|>",   "<|system|>",      "[gMASK]",
+      "<sop>",         "<think>",     "</think>",        "<tool_call>",     "</tool_call>",    "<arg_key>",
+      "</arg_key>",    "<arg_value>", "</arg_value>",    "<tool_response>", "</tool_response>"};
   int32_t id = 256;
   for (const char* spelling : spellings) {
     EXPECT_EQ(tokenizer->special(spelling).value(), id) << spelling;

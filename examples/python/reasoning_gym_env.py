@@ -103,8 +103,7 @@ def make_servicer(datasets, pb, pb_grpc, types):
 
         def score(self, episode, text):
             dataset, index = datasets[episode["task"]], episode["index"]
-            # The inside of <answer> tags, if there are any.
-            answer = extract_answer(text[:ANSWER_MAX]) or text[:ANSWER_MAX].strip()
+            answer = extract_answer(text[:ANSWER_MAX]) or text[:ANSWER_MAX].strip()  # <answer> tags, if any
             try:
                 reward = float(dataset.score_answer(answer=answer, entry=dataset[index]))
             except Exception as error:  # a scorer that cannot read an answer finds it wrong
@@ -135,8 +134,7 @@ def main():
                          options=[("grpc.max_receive_message_length", 64 << 20), ("grpc.so_reuseport", 0)])
     environment_pb2_grpc.add_EnvironmentServicer_to_server(
         make_servicer(datasets, environment_pb2, environment_pb2_grpc, types_pb2), server)
-    port = server.add_insecure_port(flags.address)
-    if port == 0:
+    if (port := server.add_insecure_port(flags.address)) == 0:
         sys.exit(f"reasoning_gym_env: address {flags.address} cannot be bound; is the port in use?")
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,6 +18,7 @@ struct Gemm {
   bool transpose_a = false;
   bool transpose_b = false;
   bool accumulate = false;
+  Tensor b_panels = {};  // in   b as PackPanels lays it out, read in its place; only with transpose_b; may be absent
 };
 // a, b and c may all have one more leading dimension: as many independent products (bias then absent).
 // Outer dimensions may be strided.

@@ -13,13 +13,14 @@
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/pack_panels/pack_panels.h"
 #include "kernels/testing/bench.h"
 
 namespace slipstream::kernels {
 namespace {
 
-// out [rows x columns] in the forms of a layer: y = x wᵀ, dx = dy w, dw = dyᵀ x.
-enum Form : int64_t { kForward, kInputGrad, kWeightGrad };
+// out [rows x columns] in the forms of a layer: y = x wᵀ, dx = dy w, dw = dyᵀ x, and y = x wᵀ with w in panels.
+enum Form : int64_t { kForward, kInputGrad, kWeightGrad, kPanels };
 
 // The system's OpenBLAS, one thread; loaded by hand so that nothing else of this repository links to it. A
 // kernel forced through the environment would be an unfair comparison, and OpenBLAS reads it when it is
@@ -107,6 +108,10 @@ void gemm(benchmark::State& state) {
     }
     theirs.push_back(args);
     if (dtype == DType::kBf16) args.b = clone(pool, half_weights);
+    if (form == kPanels) {
+      args.b_panels = pool.output(dtype, {(outputs + kPanelColumns - 1) / kPanelColumns, inputs, kPanelColumns});
+      launch(PackPanels{args.b, args.b_panels}, testing::single_thread_stream());
+    }
     ours.push_back(args);
   }
   double best = 1e30, best_openblas = 1e30;
@@ -137,7 +142,7 @@ void gemm(benchmark::State& state) {
 
 void shapes(benchmark::internal::Benchmark* b) {
   b->ArgNames({"form", "bf16", "tokens", "outputs", "inputs"});
-  for (const int64_t form : {kForward, kInputGrad, kWeightGrad}) {
+  for (const int64_t form : {kForward, kInputGrad, kWeightGrad, kPanels}) {
     for (const int64_t bf16 : {0, 1}) {
       if (bf16 == 1 && form == kWeightGrad) continue;
       b->Args({form, bf16, 512, 512, 512});
@@ -147,7 +152,7 @@ void shapes(benchmark::internal::Benchmark* b) {
       }
       // A decoding step, and a training step of 1024 tokens.
       for (const int64_t tokens : {1, 4, 16, 1024}) {
-        if (tokens != 1024 && form != kForward) continue;
+        if (tokens != 1024 && form != kForward && form != kPanels) continue;
         b->Args({form, bf16, tokens, 1024, 1024});
         b->Args({form, bf16, tokens, 4096, 1024});
         b->Args({form, bf16, tokens, 1024, 4096});

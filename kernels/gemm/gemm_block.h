@@ -10,21 +10,26 @@
 
 namespace slipstream::kernels {
 
+// How a block finds b(i, j): at b[i * ldb + j], at b[j * ldb + i], or in panels of sixteen columns at
+// b[j / 16 * 16 * k + i * 16 + j % 16] (kernels/pack_panels/pack_panels.h).
+enum class GemmLayout : uint8_t { kRows, kTransposed, kPanels };
+
 // c[m, n] = a[m, k] b[k, n] + bias, or c += a b + bias: the chains of Gemm. Pointers need no alignment.
 struct GemmBlock {
   int64_t m, n, k;
   const float* a;  // a(i, j) is at a[i * a_row + j * a_col]; a_row or a_col is 1
   int64_t a_row, a_col;
-  const void* b;  // f32 or bf16: b(i, j) is at b[i * ldb + j], or at b[j * ldb + i] when transpose_b
+  const void* b;  // f32 or bf16
   DType b_dtype;
-  int64_t ldb;
-  bool transpose_b;
+  GemmLayout b_layout;
+  int64_t ldb;  // not read for panels
   float* c;  // c(i, j) is at c[i * ldc + j]
   int64_t ldc;
   const float* bias;  // n values; may be null
   bool accumulate;
 
-  // The part of the product that computes c[row_begin:row_end, column_begin:column_end].
+  // The part of the product that computes c[row_begin:row_end, column_begin:column_end]. For panels,
+  // column_begin is a multiple of 16.
   GemmBlock part(int64_t row_begin, int64_t row_end, int64_t column_begin, int64_t column_end) const;
 };
 

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/pack_panels/pack_panels.h"
 #include "kernels/validate.h"
 
 namespace slipstream::kernels {
@@ -41,7 +42,10 @@ absl::Status validate_batch(const Gemm& args) {
 }  // namespace
 
 absl::Status validate(const Gemm& args) {
-  return args.c.rank() == 3 ? validate_batch(args) : validate_product(args);
+  RETURN_IF_ERROR(args.c.rank() == 3 ? validate_batch(args) : validate_product(args));
+  if (args.b_panels.empty()) return absl::OkStatus();
+  RETURN_IF_ERROR(expect_that(kOp, args.transpose_b, "b_panels needs transpose_b"));
+  return expect_panels(kOp, "b_panels", args.b_panels, args.b);
 }
 
 void reference(const Gemm& args) {
@@ -52,6 +56,7 @@ void reference(const Gemm& args) {
       product.a = args.a[i];
       product.b = args.b[i];
       product.c = args.c[i];
+      product.b_panels = {};
       reference(product);
     }
     return;

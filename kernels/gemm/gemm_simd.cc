@@ -5,6 +5,7 @@
 #define HWY_TARGET_INCLUDE "kernels/gemm/gemm_simd.cc"
 #include "hwy/foreach_target.h"
 #include "kernels/simd/block_gemm-inl.h"
+#include "kernels/simd/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -24,6 +25,8 @@ constexpr int64_t kLeftRows = 48;
 // Every strip reads an unpacked b again: good for few strips, or when b stays in L1.
 constexpr int64_t kInPlaceRows = 2 * kTileRows;
 constexpr int64_t kInPlaceValues = 8192;
+// More strips than these read panels from scratch, where no two of them lie a power of two apart.
+constexpr int64_t kPanelRows = 8 * kTileRows;
 
 void add_bias(const GemmBlock& g) {
   for (int64_t i = 0; i < g.m; ++i) {
@@ -33,12 +36,17 @@ void add_bias(const GemmBlock& g) {
   }
 }
 
-// out[k, n] (row stride ldo >= n rounded up to 16) = b[k, n] as fp32, columns n.. of the last sixteen zero.
+// out[k, n] (row stride ldo, sixteen columns every `panel` values) = b[k, n] as fp32, columns n.. of the last
+// sixteen zero.
 template <class TB>
-HWY_INLINE void pack_rows(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo) {
-  for (int64_t i = 0; i < k; ++i) {
-    for_lanes(n,
-              [&](int64_t j, auto chunk) HWY_ATTR { store(chunk.load(b + i * ldb + j), out + i * ldo + j); });
+HWY_INLINE void pack_rows(int64_t n, int64_t k, const TB* b, int64_t ldb, float* out, int64_t ldo,
+                          int64_t panel) {
+  for (int64_t i = 0; i < k; ++i, b += ldb, out += ldo) {
+    float* to = out;
+    for_lanes(n, [&](int64_t j, auto chunk) HWY_ATTR {
+      store(chunk.load(b + j), to);
+      to += panel;
+    });
   }
 }
 
@@ -51,36 +59,68 @@ void multiply_in_place(const GemmBlock& g, const TB* b) {
   }
 }
 
+// b is in panels already (PackPanels): few rows read them where they are.
+template <class TB>
+void multiply_panels(const GemmBlock& g, const TB* b) {
+  const RightFactor<TB> right{b, kLanes, kLanes * g.k};
+  // One strip of rows reads a panel once, at any depth; several read it again from L1.
+  const int64_t depth = g.m <= kTileRows ? g.k : kStreamedDepth;
+  const int64_t width = g.m <= kTileRows ? g.n : kTileColumns;
+  for (int64_t j = 0; j < g.n; j += width) {
+    for (int64_t k = 0; k < g.k; k += depth) {
+      RightFactor<TB> part = right.from_column(j);
+      part.data += k * kLanes;
+      for_row_strips(g.m, [&](int64_t row, int64_t rows) HWY_ATTR {
+        block_gemm_strip(rows, std::min(width, g.n - j), std::min(depth, g.k - k),
+                         LeftFactor{g.a + row * g.a_row + k * g.a_col, g.a_row, g.a_col}, part,
+                         g.c + row * g.ldc + j, g.ldc, g.accumulate || k > 0);
+      });
+    }
+  }
+}
+
 template <class TB>
 void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
   const bool streamed = g.m <= kStreamedRows;
   const int64_t width = g.m <= kWideRows ? kWideColumns : kTileColumns;
   const int64_t depth = std::min(g.k, streamed ? kStreamedDepth : kPackedDepth);
   const int64_t columns_at_once = streamed ? width : g.n;
-  float* panels = worker.scratch<float>((columns_at_once + width - 1) / width * width * depth);
+  // Panels of sixteen columns, each [depth x 16].
+  float* panels = worker.scratch<float>((columns_at_once + kLanes - 1) / kLanes * kLanes * depth);
+  const RightFactor<float> right{panels, kLanes, kLanes * depth};
   float* left = g.a_col == 1 ? nullptr : worker.scratch<float>(kLeftRows * depth);
   for (int64_t column = 0; column < g.n; column += columns_at_once) {
     const int64_t column_end = std::min(column + columns_at_once, g.n);
     for (int64_t k = 0; k < g.k; k += depth) {
       const int64_t count = std::min(depth, g.k - k);
-      for (int64_t j = column; j < column_end; j += width) {
-        const int64_t columns = std::min(width, column_end - j);
-        float* panel = panels + (j - column) * depth;
-        if (g.transpose_b) {
-          const TB* next = k + depth < g.k ? b + j * g.ldb + k + depth : b + (j + width) * g.ldb;
-          pack_transposed(columns, count, b + j * g.ldb + k, g.ldb, panel, width, next);
-        } else {
-          pack_rows(columns, count, b + k * g.ldb + j, g.ldb, panel, width);
-        }
+      switch (g.b_layout) {
+        case GemmLayout::kRows:
+          // Four panels at a time: whole pieces of rows, and no more lines to write to than the cache has ways.
+          for (int64_t j = column; j < column_end; j += kWideColumns) {
+            pack_rows(std::min(kWideColumns, column_end - j), count, b + k * g.ldb + j, g.ldb,
+                      panels + (j - column) * depth, kLanes, right.panel);
+          }
+          break;
+        case GemmLayout::kTransposed:
+          for (int64_t j = column; j < column_end; j += kLanes) {
+            const TB* next = k + depth < g.k ? b + j * g.ldb + k + depth : b + (j + columns_at_once) * g.ldb;
+            pack_transposed(std::min(kLanes, column_end - j), count, b + j * g.ldb + k, g.ldb,
+                            panels + (j - column) * depth, kLanes, next);
+          }
+          break;
+        case GemmLayout::kPanels:
+          for (int64_t j = column; j < column_end; j += kLanes) {
+            pack_rows(kLanes, count, b + j * g.k + k * kLanes, kLanes, panels + (j - column) * depth, kLanes,
+                      right.panel);
+          }
+          break;
       }
       const auto multiply_rows = [&](int64_t row, int64_t rows, LeftFactor a) HWY_ATTR {
         for_row_strips(rows, [&](int64_t first, int64_t height) HWY_ATTR {
           const LeftFactor strip{a.data + first * a.row, a.row, a.col};
           float* c = g.c + (row + first) * g.ldc;
-          for (int64_t j = column; j < column_end; j += width) {
-            block_gemm_strip(height, std::min(width, column_end - j), count, strip,
-                             panels + (j - column) * depth, width, c + j, g.ldc, g.accumulate || k > 0);
-          }
+          block_gemm_strip(height, column_end - column, count, strip, right, c + column, g.ldc,
+                           g.accumulate || k > 0);
         });
       };
       if (left == nullptr) {
@@ -88,7 +128,7 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
         continue;
       }
       const auto pack_and_multiply = [&](int64_t row, int64_t rows) HWY_ATTR {
-        pack_rows(rows, count, g.a + row + k * g.a_col, g.a_col, left, kLeftRows);
+        pack_rows(rows, count, g.a + row + k * g.a_col, g.a_col, left, kLeftRows, kLanes);
         multiply_rows(row, rows, LeftFactor{left, 1, kLeftRows});
       };
       for_row_strips(g.m, pack_and_multiply, kLeftRows);
@@ -98,9 +138,10 @@ void multiply_packed(const GemmBlock& g, const TB* b, Worker& worker) {
 
 template <class TB>
 void multiply(const GemmBlock& g, const TB* b, Worker& worker) {
-  const bool in_place = !g.transpose_b && (g.m <= kInPlaceRows || g.n * g.k <= kInPlaceValues);
-  if (in_place) {
+  if (g.b_layout == GemmLayout::kRows && (g.m <= kInPlaceRows || g.n * g.k <= kInPlaceValues)) {
     multiply_in_place(g, b);
+  } else if (g.b_layout == GemmLayout::kPanels && g.m <= kPanelRows) {
+    multiply_panels(g, b);
   } else {
     multiply_packed(g, b, worker);
   }
@@ -134,16 +175,21 @@ GemmBlock GemmBlock::part(int64_t row_begin, int64_t row_end, int64_t column_beg
   out.m = row_end - row_begin;
   out.n = column_end - column_begin;
   out.a += row_begin * a_row;
-  out.b = static_cast<const char*>(b) + column_begin * (transpose_b ? ldb : 1) * size_of(b_dtype);
+  const int64_t column = b_layout == GemmLayout::kRows ? 1 : b_layout == GemmLayout::kPanels ? k : ldb;
+  out.b = static_cast<const char*>(b) + column_begin * column * size_of(b_dtype);
   out.c += row_begin * ldc + column_begin;
   if (bias != nullptr) out.bias += column_begin;
   return out;
 }
 
 namespace {
-constexpr int64_t kColumnsMin = 64, kColumnsMax = 512;
+// Columns of a block: whole tiles. A product of few rows has wide ones.
+constexpr int64_t kColumnsMax = 512;
+int64_t columns_unit(int64_t m) { return m <= 8 ? 64 : 32; }
 // Every block packs its columns of b again: with this many rows that is a few per cent.
 constexpr int64_t kRowsMin = 192;
+// With this many rows it costs a third: still better than a thread with nothing to do.
+constexpr int64_t kRowsAtAll = 24;
 // Blocks for each thread: the last one to finish holds up the others for a fraction of the whole only.
 constexpr int64_t kBlocksPerThread = 4;
 
@@ -153,14 +199,17 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 GemmGrid gemm_grid(int64_t m, int64_t n, int64_t k, int64_t products, int threads) {
   const int64_t useful = std::max<int64_t>(gemm_work(m, n, k) / kGemmTinyWork, 1);
   const int64_t wanted = threads == 1 ? 1 : std::min(useful, ceil_div(threads * kBlocksPerThread, products));
-  // Columns first: splitting them repeats no packing.
-  const int64_t columns = ceil_div(ceil_div(n, wanted), kColumnsMin) * kColumnsMin;
+  // Columns first: splitting them repeats no packing. A tall product is cut into rows alone, each read once.
+  const int64_t unit = columns_unit(m), column_parts = m >= wanted * kRowsMin ? 1 : wanted;
+  const int64_t columns = ceil_div(ceil_div(n, column_parts), unit) * unit;
   GemmGrid grid{.rows = m,
-                .columns = std::clamp(columns, kColumnsMin, kColumnsMax),
+                .columns = std::clamp(columns, unit, kColumnsMax),
                 .row_blocks = 1,
                 .column_blocks = 1};
   grid.column_blocks = ceil_div(n, grid.columns);
-  const int64_t row_blocks = std::min(ceil_div(wanted, grid.column_blocks), m / kRowsMin);
+  const int64_t blocks = grid.column_blocks * products, busy = std::min<int64_t>(threads, wanted * products);
+  const int64_t row_blocks = std::max(std::min(ceil_div(wanted, grid.column_blocks), m / kRowsMin),
+                                      blocks < busy ? std::min(ceil_div(busy, blocks), m / kRowsAtAll) : 1);
   if (row_blocks > 1) {
     grid.rows = ceil_div(m, row_blocks);
     grid.row_blocks = ceil_div(m, grid.rows);
@@ -178,6 +227,8 @@ GemmBlock block_of(const GemmBlock& product, const GemmGrid& grid, int64_t index
 void launch(const Gemm& args, Stream& stream) {
   CHECK_OK(validate(args));
   const int outer = args.c.rank() - 2;  // 0, or 1 with a leading dimension
+  const bool in_panels = !args.b_panels.empty();
+  const Tensor& b = in_panels ? args.b_panels : args.b;
   const int64_t batch = outer == 0 ? 1 : args.c.size(0);
   const GemmBlock first{.m = args.c.size(outer),
                         .n = args.c.size(outer + 1),
@@ -185,10 +236,12 @@ void launch(const Gemm& args, Stream& stream) {
                         .a = args.a.f32(),
                         .a_row = args.transpose_a ? 1 : args.a.stride(outer),
                         .a_col = args.transpose_a ? args.a.stride(outer) : 1,
-                        .b = args.b.raw(),
-                        .b_dtype = args.b.dtype(),
+                        .b = b.raw(),
+                        .b_dtype = b.dtype(),
+                        .b_layout = in_panels          ? GemmLayout::kPanels
+                                    : args.transpose_b ? GemmLayout::kTransposed
+                                                       : GemmLayout::kRows,
                         .ldb = args.b.stride(outer),
-                        .transpose_b = args.transpose_b,
                         .c = args.c.f32(),
                         .ldc = args.c.stride(outer),
                         .bias = args.bias.empty() ? nullptr : args.bias.f32(),
@@ -203,7 +256,7 @@ void launch(const Gemm& args, Stream& stream) {
       GemmBlock product = first;
       if (outer == 1) {
         product.a += index * args.a.stride(0);
-        product.b = static_cast<const char*>(first.b) + index * args.b.stride(0) * size_of(first.b_dtype);
+        product.b = static_cast<const char*>(first.b) + index * b.stride(0) * size_of(first.b_dtype);
         product.c += index * args.c.stride(0);
       }
       worker.reset();

@@ -1,9 +1,10 @@
-// Goal: launch() equals reference() bit for bit in every form (transposes, dtypes, bias, accumulation, batch)
-// and for empty, odd, strided and unaligned shapes that cross every tile and block edge; a row ignores its
+// Goal: launch() equals reference() bit for bit in every form (transposes, panels, dtypes, bias, accumulation,
+// batch) and for empty, odd, strided and unaligned shapes that cross every tile and block edge; a row ignores its
 // neighbours and the number of threads; bad arguments are refused by name.
 #include "kernels/gemm/gemm.h"
 
 #include "hwy/targets.h"
+#include "kernels/pack_panels/pack_panels.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -19,6 +20,14 @@ struct Shape {
 // A matrix inside a wider one, at an odd address.
 Tensor random_view(TensorPool& pool, DType dtype, int64_t rows, int64_t columns) {
   return pool.random(dtype, {rows, columns + 5}).slice(1, 3, columns + 3);
+}
+
+Tensor panels_of(TensorPool& pool, const Tensor& w) {
+  const std::vector<int64_t> shape = panels_shape(w);
+  const Tensor panels = w.rank() == 2 ? pool.output(w.dtype(), {shape[0], shape[1], shape[2]})
+                                      : pool.output(w.dtype(), {shape[0], shape[1], shape[2], shape[3]});
+  launch(PackPanels{w, panels}, testing::single_thread_stream());
+  return panels;
 }
 
 struct Form {
@@ -41,11 +50,18 @@ void expect_equals_reference(const Shape& shape, const Form& form, Stream& strea
       .transpose_a = form.transpose_a,
       .transpose_b = form.transpose_b,
       .accumulate = form.accumulate};
-  Gemm expected = args;
-  expected.c = form.accumulate ? pool.copy(args.c) : pool.output(DType::kF32, {m, n});
+  const auto result = [&] { return form.accumulate ? pool.copy(args.c) : pool.output(DType::kF32, {m, n}); };
+  Gemm expected = args, from_panels = args;
+  expected.c = result();
+  from_panels.c = result();
   launch(args, stream);
   reference(expected);
   testing::expect_same_bits(args.c, expected.c);
+  if (form.transpose_b) {
+    from_panels.b_panels = panels_of(pool, args.b);
+    launch(from_panels, stream);
+    testing::expect_same_bits(from_panels.c, expected.c);
+  }
   pool.expect_fences_intact();
 }
 
@@ -71,7 +87,7 @@ TEST(GemmTest, EqualsReferenceOnSmallShapes) {
 // Several blocks of k, of columns and of rows, and more than one thread's work.
 TEST(GemmTest, EqualsReferenceOnLargeShapes) {
   const Shape shapes[] = {{1, 1030, 300}, {3, 700, 513}, {5, 530, 257},  {12, 200, 400}, {13, 300, 260},
-                          {30, 129, 515}, {150, 64, 64}, {65, 257, 300}, {401, 70, 33},  {390, 130, 270}};
+                          {30, 129, 515}, {97, 150, 130}, {150, 64, 64}, {65, 257, 300}, {401, 70, 33},  {390, 130, 270}};
   for (const Shape& shape : shapes) {
     for (const bool transpose_a : {false, true}) {
       for (const bool transpose_b : {false, true}) {
@@ -137,6 +153,12 @@ TEST(GemmTest, BatchIsIndependentProducts) {
           reference(Gemm{.a = a[i], .b = b[i], .c = expected, .bias = {}, .transpose_b = transpose_b});
           testing::expect_same_bits(c[i], expected);
         }
+        if (transpose_b) {
+          const Tensor again = pool.output(DType::kF32, {m, batch, n}).transpose01();
+          launch(Gemm{.a = a, .b = b, .c = again, .bias = {}, .transpose_b = true, .b_panels = panels_of(pool, b)},
+                 test_stream());
+          testing::expect_same_bits(again, c);
+        }
         const Tensor whole = pool.output(DType::kF32, {batch, m, n});
         reference(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = transpose_b});
         testing::expect_same_bits(c, whole);
@@ -189,6 +211,12 @@ TEST(GemmTest, RefusesByName) {
       "gemm: a: f32 [2, 8], expected f32 [2, 2]");
   EXPECT_EQ(validate(Gemm{.a = a, .b = w, .c = c, .bias = a.view({16}), .transpose_b = true}).message(),
             "gemm: bias: f32 [16], expected f32 [3]");
+  const Tensor panels = pool.random(DType::kBf16, {1, 8, 16}), wrong = pool.random(DType::kBf16, {2, 8, 16});
+  const Tensor b = pool.random(DType::kBf16, {8, 3});
+  EXPECT_EQ(validate(Gemm{.a = a, .b = b, .c = c, .bias = {}, .b_panels = panels}).message(),
+            "gemm: b_panels needs transpose_b");
+  EXPECT_EQ(validate(Gemm{.a = a, .b = w, .c = c, .bias = {}, .transpose_b = true, .b_panels = wrong}).message(),
+            "gemm: b_panels: bf16 [2, 8, 16], expected bf16 [1, 8, 16]");
   const Tensor a3 = pool.random(DType::kF32, {2, 4, 8}), b3 = pool.random(DType::kF32, {2, 8, 3});
   const Tensor c3 = pool.output(DType::kF32, {2, 4, 3}), bias = pool.random(DType::kF32, {3});
   EXPECT_EQ(validate(Gemm{.a = a3, .b = b3, .c = c3, .bias = bias}).message(),

@@ -13,6 +13,7 @@ struct GroupedGemm {
   Tensor row_begin;  // in   [E+1] i32: rows row_begin[e] .. row_begin[e+1] belong to expert e; ascending from 0 to R
   Tensor y;          // out  [R, N] f32
   bool transpose_w = true;
+  Tensor w_panels = {};  // in   w as PackPanels lays it out, read in its place; only with transpose_w; may be absent
 };
 
 struct GroupedWeightGrad {

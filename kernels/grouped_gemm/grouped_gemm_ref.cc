@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "kernels/grouped_gemm/grouped_gemm.h"
+#include "kernels/pack_panels/pack_panels.h"
 #include "kernels/validate.h"
 
 namespace slipstream::kernels {
@@ -29,6 +30,10 @@ absl::Status validate(const GroupedGemm& args) {
   const int64_t k = args.x.size(1), n = args.y.size(1);
   RETURN_IF_ERROR(args.transpose_w ? expect_weight(kOp, "w", args.w, {-1, n, k})
                                    : expect_weight(kOp, "w", args.w, {-1, k, n}));
+  if (!args.w_panels.empty()) {
+    RETURN_IF_ERROR(expect_that(kOp, args.transpose_w, "w_panels needs transpose_w"));
+    RETURN_IF_ERROR(expect_panels(kOp, "w_panels", args.w_panels, args.w));
+  }
   return expect_partition(kOp, args.row_begin, args.w.size(0), args.x.size(0));
 }
 

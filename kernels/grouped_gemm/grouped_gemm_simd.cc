@@ -77,6 +77,11 @@ void launch(const GroupedGemm& args, Stream& stream) {
   const int64_t n = args.y.size(1), k = args.x.size(1);
   if (n == 0) return;
   const int32_t* row_begin = args.row_begin.i32();
+  const bool in_panels = !args.w_panels.empty();
+  const Tensor& w = in_panels ? args.w_panels : args.w;
+  const GemmLayout layout = in_panels          ? GemmLayout::kPanels
+                            : args.transpose_w ? GemmLayout::kTransposed
+                                               : GemmLayout::kRows;
   run_experts(
       row_begin, args.w.size(0), stream,
       [&](int64_t rows) {
@@ -90,10 +95,10 @@ void launch(const GroupedGemm& args, Stream& stream) {
             .a = args.x.row(row_begin[e]),
             .a_row = args.x.stride(0),
             .a_col = 1,
-            .b = static_cast<const char*>(args.w.raw()) + e * args.w.stride(0) * size_of(args.w.dtype()),
-            .b_dtype = args.w.dtype(),
+            .b = static_cast<const char*>(w.raw()) + e * w.stride(0) * size_of(w.dtype()),
+            .b_dtype = w.dtype(),
+            .b_layout = layout,
             .ldb = args.w.stride(1),
-            .transpose_b = args.transpose_w,
             .c = args.y.row(row_begin[e]),
             .ldc = args.y.stride(0),
             .bias = nullptr,
@@ -120,8 +125,8 @@ void launch(const GroupedWeightGrad& args, Stream& stream) {
                          .a_col = args.dy.stride(0),
                          .b = args.x.row(row_begin[e]),
                          .b_dtype = DType::kF32,
+                         .b_layout = GemmLayout::kRows,
                          .ldb = args.x.stride(0),
-                         .transpose_b = false,
                          .c = args.dw.f32() + e * args.dw.stride(0),
                          .ldc = args.dw.stride(1),
                          .bias = nullptr,

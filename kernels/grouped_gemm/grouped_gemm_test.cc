@@ -1,8 +1,9 @@
-// Goal: launch() equals reference() bit for bit for experts with none, one or many rows, in both forms and
-// dtypes, strided and unaligned; a row ignores how the others were routed; the backward agrees with finite
+// Goal: launch() equals reference() bit for bit for experts with none, one or many rows, in both forms, from
+// panels and in both dtypes, strided and unaligned; a row ignores how the others were routed; the backward agrees with finite
 // differences; a bad partition is refused.
 #include "kernels/grouped_gemm/grouped_gemm.h"
 
+#include "kernels/pack_panels/pack_panels.h"
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
@@ -65,6 +66,13 @@ TEST(GroupedGemmTest, EqualsReference) {
         args.y = alone;
         launch(args, testing::single_thread_stream());
         testing::expect_same_bits(alone, expected.y);
+        if (transpose_w) {
+          args.y = pool.output(DType::kF32, {rows, c.outputs});
+          args.w_panels = pool.output(dtype, {experts, (c.outputs + 15) / 16, c.inputs, 16});
+          launch(PackPanels{w, args.w_panels}, test_stream());
+          launch(args, test_stream());
+          testing::expect_same_bits(args.y, expected.y);
+        }
         pool.expect_fences_intact();
       }
     }

@@ -14,6 +14,7 @@
 #endif
 
 #include "kernels/kda/kda_chunk-inl.h"
+#include "kernels/simd/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {

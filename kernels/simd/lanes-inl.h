@@ -78,7 +78,7 @@ HWY_INLINE void store(const Lanes& x, bf16* p) {
   }
 }
 
-// The first n (1..15) values; the other lanes read as `fill` and are not written.
+// The first n (1..16) values; the other lanes read as `fill` and are not written.
 HWY_INLINE Lanes load_first(const float* p, int64_t n, float fill = 0.0f) {
   const LanesTag d;
   return map([&](int64_t i) HWY_ATTR {
@@ -89,9 +89,15 @@ HWY_INLINE Lanes load_first(const float* p, int64_t n, float fill = 0.0f) {
   });
 }
 HWY_INLINE Lanes load_first(const bf16* p, int64_t n, float fill = 0.0f) {
+#if HWY_TARGET <= HWY_AVX3
+  const auto mask = static_cast<__mmask16>((1u << n) - 1u);
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16);
+  return {{LanesVec{_mm512_mask_mov_ps(_mm512_set1_ps(fill), mask, _mm512_castsi512_ps(bits))}}};
+#else
   float values[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) values[i] = i < n ? to_f32(p[i]) : fill;
   return load(values);
+#endif
 }
 HWY_INLINE void store_first(const Lanes& x, float* p, int64_t n) {
   const LanesTag d;

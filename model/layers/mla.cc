@@ -77,7 +77,8 @@ Tensor Mla::forward(const Weights& w, const Tensor& x, const LayerCache& cache, 
                   step.stream);
   s.o = step.alloc({tokens, h * config_.v});
   kernels::launch(kernels::Gemm{.a = s.o_latent.transpose01(), .b = w_uv(w.kv_b),
-                                .c = s.o.split_last(h).transpose01(), .bias = {}, .transpose_b = true},
+                                .c = s.o.split_last(h).transpose01(), .bias = {}, .transpose_b = true,
+                                .b_panels = panels_of(step, w_uv(w.kv_b))},
                   step.stream);
   const Tensor y = linear(step, s.o, w.o, w.o_bias);
   tp_.all_reduce_sum(y, step.stream);

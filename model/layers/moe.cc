@@ -13,7 +13,9 @@ namespace {
 // rows [R, K] times each expert's w [E, N, K].
 Tensor grouped_linear(Step& step, const Tensor& rows, const Tensor& w, const Tensor& row_begin) {
   const Tensor y = step.alloc({rows.size(0), w.size(1)});
-  kernels::launch(kernels::GroupedGemm{.x = rows, .w = w, .row_begin = row_begin, .y = y}, step.stream);
+  kernels::launch(kernels::GroupedGemm{.x = rows, .w = w, .row_begin = row_begin, .y = y,
+                                       .w_panels = panels_of(step, w)},
+                  step.stream);
   return y;
 }
 

@@ -1,5 +1,5 @@
-// broken_env --defect NAME: an environment that breaks one rule of environment.proto, so that the conformance test can be seen
-// to notice. Without a defect it breaks none.
+// broken_env --defect NAME: an environment that breaks one rule of environment.proto, so that the conformance
+// test can be seen to notice. Without a defect it breaks none.
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -19,41 +19,43 @@ namespace slipstream {
 namespace {
 
 // Each with words of the check that has to notice it.
-const std::map<std::string, std::string> kDefects = {
-    {"describes_nothing", "Describe answers"},
-    {"describe_changes", "Describe answers"},
-    {"reset_forgets", "Reset repeated"},
-    {"instance_drifts", "word for word"},
-    {"any_task", "unknown names"},
-    {"any_instance", "does not exist"},
-    {"not_found_is_unknown", "unknown names"},
-    {"no_messages", "Reset answers"},
-    {"bad_role", "Reset answers"},
-    {"bad_schema", "Reset answers"},
-    {"no_solution", "Reset answers"},
-    {"bad_solution", "solutions earn"},
-    {"step_forgets", "Step repeated"},
-    {"any_turn", "a turn that is not due"},
-    {"never_done", "episodes end"},
-    {"nan_reward", "rewards are finite"},
-    {"dies_of_garbage", "garbage"},
-    {"close_forgets", "closed episode"},
-    {"episodes_share", "independent"},
-    {"stalls", "missed deadlines"},
-    {"stream_differs", "Episodes stream"},
-    {"stream_loses", "Episodes stream"}};
+const std::map<std::string, std::string> kDefects = {{"describes_nothing", "Describe answers"},
+                                                     {"describe_changes", "Describe answers"},
+                                                     {"reset_forgets", "Reset repeated"},
+                                                     {"instance_drifts", "word for word"},
+                                                     {"any_task", "unknown names"},
+                                                     {"any_instance", "does not exist"},
+                                                     {"not_found_is_unknown", "unknown names"},
+                                                     {"no_messages", "Reset answers"},
+                                                     {"bad_role", "Reset answers"},
+                                                     {"bad_schema", "Reset answers"},
+                                                     {"no_solution", "Reset answers"},
+                                                     {"bad_solution", "solutions earn"},
+                                                     {"step_forgets", "Step repeated"},
+                                                     {"any_turn", "a turn that is not due"},
+                                                     {"never_done", "episodes end"},
+                                                     {"nan_reward", "rewards are finite"},
+                                                     {"dies_of_garbage", "garbage"},
+                                                     {"close_forgets", "closed episode"},
+                                                     {"episodes_share", "independent"},
+                                                     {"stalls", "missed deadlines"},
+                                                     {"stream_differs", "Episodes stream"},
+                                                     {"stream_loses", "Episodes stream"}};
 
 class BrokenEnvironment final : public v1::Environment::Service {
  public:
-  explicit BrokenEnvironment(const std::string& defect) : defect_(defect), episodes_("broken", examples::guess_tasks(), {}) {}
+  explicit BrokenEnvironment(const std::string& defect)
+      : defect_(defect), episodes_("broken", examples::guess_tasks(), {}) {}
 
-  grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*, v1::DescribeResponse* response) override {
+  grpc::Status Describe(grpc::ServerContext*, const v1::DescribeRequest*,
+                        v1::DescribeResponse* response) override {
     *response = episodes_.describe();
     if (is("describes_nothing")) response->clear_tasks();
     if (is("describe_changes")) response->set_environment(absl::StrCat("broken", ++count_));
     return grpc::Status::OK;
   }
-  grpc::Status Reset(grpc::ServerContext* context, const v1::ResetRequest* request, v1::ResetResponse* response) override {
+  grpc::Status Reset(grpc::ServerContext* context, const v1::ResetRequest* request,
+                     v1::ResetResponse* response) override {
     v1::ResetRequest sent = *request;
     if (is("any_task") && sent.task() == "no such task") sent.set_task("guess");
     if (is("any_instance") && sent.instance() >= 20) sent.set_instance(0);
@@ -71,7 +73,8 @@ class BrokenEnvironment final : public v1::Environment::Service {
     while (is("stalls") && !context->IsCancelled()) absl::SleepFor(absl::Milliseconds(5));
     return grpc::Status::OK;
   }
-  grpc::Status Step(grpc::ServerContext*, const v1::StepRequest* request, v1::StepResponse* response) override {
+  grpc::Status Step(grpc::ServerContext*, const v1::StepRequest* request,
+                    v1::StepResponse* response) override {
     if (is("dies_of_garbage") && request->message().content().find('\0') != std::string::npos) std::_Exit(1);
     v1::StepRequest sent = *request;
     if (is("any_turn") && (sent.turn() == 7 || sent.turn() == -1)) sent.set_turn(0);
@@ -95,7 +98,8 @@ class BrokenEnvironment final : public v1::Environment::Service {
   }
   grpc::Status Episodes(grpc::ServerContext* context,
                         grpc::ServerReaderWriter<v1::EpisodeResponse, v1::EpisodeRequest>* stream) override {
-    if (!is("stream_differs") && !is("stream_loses")) return {grpc::StatusCode::UNIMPLEMENTED, "no stream here"};
+    if (!is("stream_differs") && !is("stream_loses"))
+      return {grpc::StatusCode::UNIMPLEMENTED, "no stream here"};
     v1::EpisodeRequest request;
     while (stream->Read(&request)) {
       v1::EpisodeResponse response;
@@ -134,10 +138,12 @@ int main(int argc, char** argv) {
   bool list = false;
   app.add_option("--address", address);
   app.add_option("--defect", defect)->check(CLI::IsMember(slipstream::kDefects));
-  app.add_flag("--list", list, "Print the defects there are, each with words of the check that must notice it");
+  app.add_flag("--list", list,
+               "Print the defects there are, each with words of the check that must notice it");
   CLI11_PARSE(app, argc, argv);
   if (list) {
-    for (const auto& [name, check] : slipstream::kDefects) std::printf("%s|%s\n", name.c_str(), check.c_str());
+    for (const auto& [name, check] : slipstream::kDefects)
+      std::printf("%s|%s\n", name.c_str(), check.c_str());
     return 0;
   }
   sigset_t ends;

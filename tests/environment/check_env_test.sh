@@ -2,6 +2,7 @@
 # Goal: check-env passes an environment that keeps the rules, and fails one that breaks any of them.
 # usage: check_env_test.sh SLIPSTREAM good COMMAND...     the server must pass
 #        check_env_test.sh SLIPSTREAM broken BROKEN_ENV   every defect it has must be noticed
+#        check_env_test.sh SLIPSTREAM hostile HOSTILE_ENV it misbehaves as asked, and still ends when told to
 set -u
 slipstream=$1 mode=$2
 shift 2
@@ -53,6 +54,26 @@ case "$mode" in
     done < <(echo; echo "$defects")
     "$slipstream" check-env 127.0.0.1:1 >"$work/stdout" 2>"$work/stderr" && fail "passes where nobody listens"
     grep -q 'Describe: UNAVAILABLE' "$work/stdout" || fail "nobody listens: $(cat "$work/stdout")"
+    ;;
+  hostile)
+    while read -r flag seen; do
+      start "$1" "--$flag-probability" 1
+      "$slipstream" check-env "$address" --task add --timeout-ms 200 >"$work/stdout" 2>/dev/null && fail "$flag: passes"
+      grep -q "$seen" "$work/stdout" || fail "$flag: no \"$seen\" in $(cat "$work/stdout")"
+      if [ "$flag" = exit ]; then
+        wait "$server"; code=$?
+        [ "$code" -eq 1 ] || fail "exit: exit code $code, expected 1"
+      else
+        kill -TERM "$server"
+        wait "$server" || fail "$flag: exit code $? after SIGTERM"
+      fi
+      server=
+    done <<'END'
+abort INTERNAL
+stall DEADLINE_EXCEEDED
+garbage expected
+exit UNAVAILABLE
+END
     ;;
 esac
 [ "$failures" -eq 0 ] && echo "check_env $mode: ok"

@@ -1,6 +1,6 @@
 // Goal: a token's log-prob has the same bits however its sequence reaches the model: in one prefill, in pieces, token by
-// token, in a batch with others, as a training forward, with a forked cache, on one thread or two; for every family, in fp32
-// and bf16.
+// token, in a batch with others, as a training forward, with a forked cache, from panels of the weights or without, on one
+// thread or two; for every family, in fp32 and bf16.
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -31,7 +31,7 @@ struct Piece {
 
 // Log-probs of each piece's targets, all pieces in one forward pass.
 std::vector<std::vector<float>> run(TestModel& m, const std::vector<Piece>& pieces, Cache* cache, int threads,
-                                    bool training = false) {
+                                    bool training = false, WeightPanels* panels = nullptr) {
   const kernels::ArenaScope scope(m.arena);
   Batch batch;
   std::vector<int32_t> targets;
@@ -44,7 +44,7 @@ std::vector<std::vector<float>> run(TestModel& m, const std::vector<Piece>& piec
   kernels::Stream& stream = stream_of(threads);
   const absl::StatusOr<PreparedBatch> prepared = prepare_batch(m.config(), batch, cache, m.arena, stream);
   CHECK_OK(prepared.status());
-  Step step{stream, m.arena, *prepared};
+  Step step{stream, m.arena, *prepared, panels};
   SavedForward saved;
   const Tensor hidden = m.model->forward(m.weights(), step, training ? &saved : nullptr);
   const Tensor target_rows = step.ints({prepared->rows()});
@@ -89,14 +89,15 @@ class InvarianceTest : public ::testing::TestWithParam<std::tuple<std::string, D
   }
 
   // The sequence in pieces of these lengths, the last repeated to the end, through a cache.
-  std::vector<float> in_pieces(const std::vector<int64_t>& lengths, int threads) {
+  std::vector<float> in_pieces(const std::vector<int64_t>& lengths, int threads, WeightPanels* panels = nullptr) {
     const std::unique_ptr<Cache> cache = make_cache(m_);
     const int64_t id = *cache->open();
     std::vector<float> out;
     size_t n = 0;
     for (int64_t begin = 0; begin < kLength;) {
       const int64_t end = std::min(begin + lengths[std::min(n++, lengths.size() - 1)], kLength);
-      const std::vector<float> part = run(m_, {piece_of(tokens_, begin, end, id)}, cache.get(), threads)[0];
+      const std::vector<float> part =
+          run(m_, {piece_of(tokens_, begin, end, id)}, cache.get(), threads, /*training=*/false, panels)[0];
       out.insert(out.end(), part.begin(), part.end());
       begin = end;
     }
@@ -124,6 +125,23 @@ TEST_P(InvarianceTest, ChunkedPrefill) {
 }
 
 TEST_P(InvarianceTest, TokenByToken) { expect_same(in_pieces({1}, 1), whole_, "decode"); }
+
+TEST_P(InvarianceTest, FromPanels) {
+  WeightPanels panels = *WeightPanels::create(m_.loaded.store);
+  expect_same(run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2, /*training=*/false, &panels)[0], whole_, "panels");
+  expect_same(in_pieces({1}, 1, &panels), whole_, "decode from panels");
+  expect_same(in_pieces({7, 40, 100}, 2, &panels), whole_, "pieces from panels");
+  EXPECT_GT(panels.bytes(), 0);
+
+  // Other weights, at other addresses: the same memory holds their panels.
+  TestModel other = make_test_model(std::get<0>(GetParam()), std::get<1>(GetParam()), /*seed=*/2);
+  const std::vector<float> expected = run(other, {piece_of(tokens_, 0, kLength)}, nullptr, 2)[0];
+  const int64_t bytes = panels.bytes();
+  panels.follow(other.loaded.store);
+  expect_same(run(other, {piece_of(tokens_, 0, kLength)}, nullptr, 2, /*training=*/false, &panels)[0], expected,
+              "panels of other weights");
+  EXPECT_EQ(panels.bytes(), bytes);
+}
 
 TEST_P(InvarianceTest, InBatches) {
   for (const int64_t count : {3, 17}) {
