@@ -1,7 +1,9 @@
 #include "common/metrics.h"
 
 #include <algorithm>
+#include <map>
 #include <mutex>
+#include <utility>
 
 #include "common/check.h"
 #include "prometheus/counter.h"
@@ -96,21 +98,43 @@ struct Metrics::Impl : prometheus::Collectable {
     }
     return registry->Collect();
   }
-  // Families are made at first use. Add() of the same labels returns the same object.
+  // Made at first use and found by definition and label values from then on: a family looked up by name each time would
+  // cost more than what it counts, and engines count every token.
+  template <class Metric>
+  struct Table {
+    std::mutex mutex;
+    std::map<std::pair<const MetricDef*, std::vector<std::string>>, Metric*> metrics;
+  };
+  template <class Metric, class Make>
+  Metric& find(Table<Metric>& table, const MetricDef& def, const std::vector<std::string>& labels, const Make& make) {
+    const std::lock_guard lock(table.mutex);
+    Metric*& known = table.metrics[{&def, labels}];
+    if (known == nullptr) known = &make();
+    return *known;
+  }
   prometheus::Counter& counter(const MetricDef& def, const std::vector<std::string>& labels) {
-    return prometheus::BuildCounter().Name(def.name).Help(def.help).Register(*registry).Add(make_labels(def, labels));
+    return find(counters, def, labels, [&]() -> prometheus::Counter& {
+      return prometheus::BuildCounter().Name(def.name).Help(def.help).Register(*registry).Add(make_labels(def, labels));
+    });
   }
   prometheus::Gauge& gauge(const MetricDef& def, const std::vector<std::string>& labels) {
-    return prometheus::BuildGauge().Name(def.name).Help(def.help).Register(*registry).Add(make_labels(def, labels));
+    return find(gauges, def, labels, [&]() -> prometheus::Gauge& {
+      return prometheus::BuildGauge().Name(def.name).Help(def.help).Register(*registry).Add(make_labels(def, labels));
+    });
   }
   prometheus::Histogram& histogram(const MetricDef& def, const std::vector<std::string>& labels) {
-    return prometheus::BuildHistogram().Name(def.name).Help(def.help).Register(*registry).Add(
-        make_labels(def, labels), prometheus::Histogram::BucketBoundaries(def.buckets));
+    return find(histograms, def, labels, [&]() -> prometheus::Histogram& {
+      return prometheus::BuildHistogram().Name(def.name).Help(def.help).Register(*registry).Add(
+          make_labels(def, labels), prometheus::Histogram::BucketBoundaries(def.buckets));
+    });
   }
 
   Metrics& owner;
   std::shared_ptr<prometheus::Registry> registry =
       std::make_shared<prometheus::Registry>(prometheus::Registry::InsertBehavior::Merge);
+  Table<prometheus::Counter> counters;
+  Table<prometheus::Gauge> gauges;
+  Table<prometheus::Histogram> histograms;
   mutable std::mutex mutex;
   std::vector<std::shared_ptr<Callback>> callbacks;
   std::unique_ptr<prometheus::Exposer> exposer;
