@@ -7,16 +7,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <csignal>
 #include <cstring>
-#include <mutex>
 #include <random>
 
 #include "absl/strings/str_split.h"
+#include "common/pause.h"
 
 namespace slipstream::cli {
 namespace {
@@ -72,9 +70,7 @@ absl::StatusOr<std::unique_ptr<ChildProcess>> ChildProcess::start(Options option
 void ChildProcess::supervise(std::stop_token stop) noexcept {
   const std::string program = find_program(options_.command[0]);
   const int output = open(options_.output.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-  std::mutex mutex;
-  std::condition_variable_any woken;
-  milliseconds pause{100};
+  Backoff backoff(absl::Milliseconds(100), absl::Seconds(10));
   while (!stop.stop_requested()) {
     const auto began = std::chrono::steady_clock::now();
     const pid_t pid = spawn(program, options_.command, output);
@@ -90,17 +86,14 @@ void ChildProcess::supervise(std::stop_token stop) noexcept {
           deadline = std::chrono::steady_clock::now() + milliseconds(2000);
         }
         if (std::chrono::steady_clock::now() > deadline) kill(-pid, SIGKILL);
-        std::unique_lock lock(mutex);
-        woken.wait_for(lock, milliseconds(20), [] { return false; });
+        std::this_thread::sleep_for(milliseconds(20));
       }
       if (stop.stop_requested()) break;
       log_->warn("{}: process {} ended with {} {}; starting it again", options_.name, pid,
                  WIFSIGNALED(status) ? "signal" : "code", WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
     }
-    if (std::chrono::steady_clock::now() - began > std::chrono::seconds(30)) pause = milliseconds(100);
-    std::unique_lock lock(mutex);
-    woken.wait_for(lock, stop, pause, [] { return false; });
-    pause = std::min(2 * pause, milliseconds(10'000));
+    if (std::chrono::steady_clock::now() - began > std::chrono::seconds(30)) backoff.reset();
+    pause(backoff.next(), stop);
   }
   if (output >= 0) close(output);
 }

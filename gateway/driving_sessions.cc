@@ -6,7 +6,7 @@
 
 #include "absl/time/clock.h"
 #include "gateway/messages.h"
-#include "gateway/pause.h"
+#include "common/pause.h"
 #include "gateway/record.h"
 
 namespace slipstream::gateway {

@@ -6,7 +6,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "gateway/background_calls.h"
-#include "gateway/pause.h"
+#include "common/pause.h"
 #include "proto/rpc.h"
 #include "slipstream/v1/rollout.grpc.pb.h"
 

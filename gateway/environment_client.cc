@@ -6,7 +6,7 @@
 #include "absl/time/clock.h"
 #include "gateway/background_calls.h"
 #include "gateway/environment_answers.h"
-#include "gateway/pause.h"
+#include "common/pause.h"
 #include "proto/rpc.h"
 #include "slipstream/v1/environment.grpc.pb.h"
 

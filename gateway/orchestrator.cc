@@ -6,7 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "gateway/pause.h"
+#include "common/pause.h"
 #include "gateway/record.h"
 
 namespace slipstream::gateway {

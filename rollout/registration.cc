@@ -1,14 +1,12 @@
 #include "rollout/registration.h"
 
-#include <algorithm>
-#include <condition_variable>
-#include <mutex>
+#include "common/pause.h"
 
 namespace slipstream::rollout {
 namespace {
 
 constexpr absl::Duration kCallTimeout = absl::Seconds(2);
-constexpr absl::Duration kRetryMin = absl::Milliseconds(100), kRetryMax = absl::Seconds(2);
+constexpr absl::Duration kRetryFirst = absl::Milliseconds(200), kRetryMost = absl::Seconds(2);
 
 }  // namespace
 
@@ -33,9 +31,8 @@ void Registration::leave() {
 }
 
 void Registration::run(std::stop_token stop) noexcept {
-  std::mutex mutex;
-  std::condition_variable_any wake;
-  absl::Duration retry = kRetryMin, period = kRetryMax;
+  Backoff retry(kRetryFirst, kRetryMost);
+  absl::Duration period = kRetryMost;
   bool complained = false;
   while (!stop.stop_requested()) {
     const EngineStatus engine = engine_.status();
@@ -72,9 +69,8 @@ void Registration::run(std::stop_token stop) noexcept {
     if (stop.stop_requested()) return;
     if (!status.ok() && !complained) log_->warn("gateway: {}; trying on", status.ToString());
     complained = !status.ok();
-    retry = status.ok() ? kRetryMin : std::min(retry * 2, kRetryMax);
-    std::unique_lock lock(mutex);
-    wake.wait_for(lock, stop, absl::ToChronoMilliseconds(status.ok() ? period : retry), [] { return false; });
+    if (status.ok()) retry.reset();
+    pause(status.ok() ? period : retry.next(), stop);
   }
 }
 

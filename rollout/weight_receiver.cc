@@ -1,10 +1,9 @@
 #include "rollout/weight_receiver.h"
 
-#include <condition_variable>
-#include <mutex>
 #include <optional>
 #include <vector>
 
+#include "common/pause.h"
 #include "model/weight_stream.h"
 
 namespace slipstream::rollout {
@@ -61,23 +60,20 @@ WeightReceiver::WeightReceiver(WeightReceiverConfig config, const model::ModelCo
 WeightReceiver::~WeightReceiver() = default;  // jthread: requests the stop, which cancels the call, and joins
 
 void WeightReceiver::run(std::stop_token stop) noexcept {
-  std::mutex mutex;
-  std::condition_variable_any wake;
-  absl::Duration retry = config_.retry_min;
+  Backoff retry(config_.retry_min, config_.retry_max);
   while (!stop.stop_requested()) {
     bool began = false;
     const absl::Status status = fetch(stop, &began);
     if (status.ok() || (absl::IsDeadlineExceeded(status) && !began)) {  // nothing newer: ask again
-      retry = config_.retry_min;
+      retry.reset();
       continue;
     }
     if (stop.stop_requested()) return;
     // A learner that is not there (yet) is told once for each wait, not once for each attempt of the channel.
+    const absl::Duration wait = retry.next();
     log_->warn("weights from {}: {}; again in {} ms", config_.learner_address, status.ToString(),
-               absl::ToInt64Milliseconds(retry));
-    std::unique_lock lock(mutex);
-    wake.wait_for(lock, stop, absl::ToChronoMilliseconds(retry), [] { return false; });
-    retry = std::min(retry * 2, config_.retry_max);
+               absl::ToInt64Milliseconds(wait));
+    pause(wait, stop);
   }
 }
 

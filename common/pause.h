@@ -9,9 +9,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 
-namespace slipstream::gateway {
+namespace slipstream {
 
-// Sleeps for `length` or until stop is requested, which it says by false.
+// Sleeps for `length` (finite) or until stop is requested, which it says by false.
 inline bool pause(absl::Duration length, std::stop_token stop) {
   std::mutex mutex;
   std::condition_variable_any never;
@@ -35,4 +35,4 @@ class Backoff {
   absl::Duration first_, most_, next_;
 };
 
-}  // namespace slipstream::gateway
+}  // namespace slipstream
