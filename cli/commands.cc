@@ -3,6 +3,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "model/model_section.h"
 
 namespace slipstream::cli {
 
@@ -20,9 +21,9 @@ absl::StatusOr<std::vector<int32_t>> parse_ids(const std::string& flag, const st
 }
 
 absl::StatusOr<kernels::DType> parse_dtype(const std::string& text) {
-  if (text == "fp32") return kernels::DType::kF32;
-  if (text == "bf16") return kernels::DType::kBf16;
-  return absl::InvalidArgumentError(absl::StrCat("--dtype: \"", text, "\", expected fp32 or bf16"));
+  const absl::StatusOr<kernels::DType> dtype = model::parse_weight_dtype(text);
+  if (!dtype.ok()) return absl::InvalidArgumentError(absl::StrCat("--dtype: ", dtype.status().message()));
+  return dtype;
 }
 
 }  // namespace slipstream::cli

@@ -20,7 +20,7 @@ void fix_port(std::string& address, int port) {
 
 // Several roles may start at once on a fresh directory: each writes its own copy (all alike), the first rename wins.
 absl::Status create_model(const Job& job) {
-  const fs::path path = job.learner.model_path;
+  const fs::path path = job.learner.model.path;
   ASSIGN_OR_RETURN(const model::ModelConfig config, read_config_or_preset(job.init_config));
   ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(1));
   ASSIGN_OR_RETURN(const model::LoadedWeights weights,
@@ -85,7 +85,7 @@ void fix_addresses(Job& job) {
 absl::Status prepare_run(const Job& job) {
   const fs::path run = job.shared.run_directory();
   for (const char* folder : {"logs", "rollouts", "checkpoints", "trajectories"}) RETURN_IF_ERROR(make_directory(run / folder));
-  const fs::path model = job.learner.model_path;
+  const fs::path model = job.learner.model.path;
   std::error_code error;
   if (fs::exists(model / "config.json", error)) return absl::OkStatus();
   if (job.init_config.empty()) {

@@ -55,7 +55,7 @@ absl::Status run(const JobFlags& flags) {
   ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, rollout_log));
 
   const std::string directory = job.shared.run_directory();
-  std::printf("run %s: model %s, everything below %s/\n", job.shared.run_id.c_str(), job.learner.model_path.c_str(),
+  std::printf("run %s: model %s, everything below %s/\n", job.shared.run_id.c_str(), job.learner.model.path.c_str(),
               directory.c_str());
   std::vector<double> rewards;
   const absl::Status status = train(*learner, job, true, signals.token(), learner_log, &rewards);

@@ -44,10 +44,7 @@ void read_warmup(ConfigNode node, WarmupConfig* out) {
 
 LearnerConfig LearnerConfig::from(ConfigNode root) {
   LearnerConfig out;
-  ConfigNode model = root.child("model");
-  model.read("path", &out.model_path);
-  if (out.model_path.empty()) model.fail("path", "missing, expected a checkpoint directory");
-  model.read_choice("dtype", &out.dtype, {{"fp32", kernels::DType::kF32}, {"bf16", kernels::DType::kBf16}});
+  out.model = model::ModelSection::from(root);
   ConfigNode learner = root.child("learner");
   learner.read("address", &out.address);
   learner.read("threads", &out.threads, 0, 256);

@@ -4,9 +4,9 @@
 #include <string>
 
 #include "common/config.h"
-#include "kernels/tensor.h"
 #include "learner/adamw.h"
 #include "learner/objectives.h"
+#include "model/model_section.h"
 
 namespace slipstream::learner {
 
@@ -31,8 +31,7 @@ struct WarmupConfig {
 
 struct LearnerConfig {
   // model:
-  std::string model_path;                   // checkpoint directory: version 0
-  kernels::DType dtype = kernels::DType::kBf16;  // of the weights in the forward pass, as the workers have it; masters are fp32
+  model::ModelSection model;                // dtype: masters are fp32 all the same
   // learner:
   std::string address = "127.0.0.1:0";      // Weights service (rank 0)
   int threads = 0;                          // 0: one a core

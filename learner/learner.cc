@@ -72,7 +72,7 @@ absl::StatusOr<std::unique_ptr<Learner>> Learner::create(const LearnerConfig& co
 
 Learner::Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics, Logger log)
     : config_(config), job_(job), group_(group), metrics_(metrics), log_(std::move(log)),
-      checkpoints_(job.run_directory() + "/checkpoints", config.keep_checkpoints, config.model_path, log_),
+      checkpoints_(job.run_directory() + "/checkpoints", config.keep_checkpoints, config.model.path, log_),
       started_(steady_seconds()) {}
 
 Learner::~Learner() = default;
@@ -115,7 +115,7 @@ absl::Status Learner::restore() {
   } else if (config_.warmup.steps == 0) {
     state_.phase = Phase::kRl;
   }
-  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(dir.empty() ? config_.model_path : dir, config_.dtype, *stream_));
+  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(dir.empty() ? config_.model.path : dir, config_.model.dtype, *stream_));
   ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
                                              {.loss = config_.loss, .optimizer = config_.optimizer,
                                               .micro_batch_tokens = config_.micro_batch_tokens, .recompute = config_.recompute},
@@ -124,7 +124,7 @@ absl::Status Learner::restore() {
   exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
   durable_step_ = state_.step;
   state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
-  log_->info("{}: step {}, policy version {}", dir.empty() ? config_.model_path : dir, state_.step, state_.policy_version);
+  log_->info("{}: step {}, policy version {}", dir.empty() ? config_.model.path : dir, state_.step, state_.policy_version);
   return absl::OkStatus();
 }
 

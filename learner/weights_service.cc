@@ -3,6 +3,7 @@
 #include <chrono>
 #include <optional>
 
+#include "model/model_section.h"
 #include "model/weight_stream.h"
 #include "proto/rpc.h"
 #include "slipstream/v1/weights.grpc.pb.h"
@@ -16,15 +17,12 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
  public:
   Fetch(const v1::FetchRequest& request, Publisher& publisher, Logger log)
       : publisher_(publisher), log_(std::move(log)), worker_(rpc::printable(request.worker_id())) {
-    if (request.dtype() == "fp32") {
-      matrices_ = kernels::DType::kF32;
-    } else if (request.dtype() == "bf16") {
-      matrices_ = kernels::DType::kBf16;
-    } else {
-      Finish(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT,
-                          "dtype: \"" + rpc::printable(request.dtype()) + "\", expected fp32 or bf16"));
+    const absl::StatusOr<kernels::DType> matrices = model::parse_weight_dtype(request.dtype());
+    if (!matrices.ok()) {
+      Finish(rpc::to_grpc(absl::InvalidArgumentError(absl::StrCat("dtype: ", matrices.status().message()))));
       return;
     }
+    matrices_ = *matrices;
     waiting_ = publisher_.wait(request.have_version(), [this](std::shared_ptr<const WeightSnapshot> snapshot) { begin(std::move(snapshot)); });
   }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/pause.h"
+#include "model/model_section.h"
 #include "model/weight_stream.h"
 
 namespace slipstream::rollout {
@@ -49,7 +50,7 @@ WeightReceiver::WeightReceiver(WeightReceiverConfig config, const model::ModelCo
                                Metrics& metrics, Logger log)
     : config_(std::move(config)),
       pool_(std::make_shared<Pool>(model_config, weights.dtype(), weights.with_mtp())),
-      dtype_(weights.dtype() == kernels::DType::kBf16 ? "bf16" : "fp32"),
+      dtype_(model::weight_dtype_word(weights.dtype())),
       policy_version_(policy_version),
       engine_(engine),
       metrics_(metrics),

@@ -24,9 +24,7 @@ struct Worker::Impl {
 
 Worker::Config Worker::Config::from(ConfigNode root) {
   Config c;
-  ConfigNode model = root.child("model");
-  model.read("path", &c.model_path);
-  model.read_choice("dtype", &c.dtype, {{"fp32", kernels::DType::kF32}, {"bf16", kernels::DType::kBf16}});
+  c.model = model::ModelSection::from(root);
   ConfigNode rollout = root.child("rollout");
   rollout.read("worker_id", &c.engine.worker_id);
   rollout.read("address", &c.address);
@@ -63,7 +61,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
   ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream,
                    kernels::Stream::create_cpu(config.engine.threads));
   ASSIGN_OR_RETURN(model::LoadedWeights loaded,
-                   model::load_weights(config.model_path, config.dtype, *stream));
+                   model::load_weights(config.model.path, config.model.dtype, *stream));
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   ASSIGN_OR_RETURN(impl->engine,
                    Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log));
@@ -88,7 +86,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
                        .max_context = impl->engine->max_context()},
         *impl->engine, log);
   }
-  log->info("worker {}: {} on {}, context {}", config.engine.worker_id, config.model_path, bound,
+  log->info("worker {}: {} on {}, context {}", config.engine.worker_id, config.model.path, bound,
             impl->engine->max_context());
   return std::unique_ptr<Worker>(new Worker(std::move(impl)));
 }

@@ -7,6 +7,7 @@
 #include "common/config.h"
 #include "common/log.h"
 #include "common/metrics.h"
+#include "model/model_section.h"
 #include "rollout/engine.h"
 
 namespace slipstream::rollout {
@@ -16,8 +17,7 @@ class Worker {
  public:
   struct Config {
     // model:
-    std::string model_path;
-    kernels::DType dtype = kernels::DType::kBf16;
+    model::ModelSection model;
     // rollout:
     EngineConfig engine;
     std::string address = "127.0.0.1:0";

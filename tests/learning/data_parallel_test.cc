@@ -63,7 +63,7 @@ void learner_runs(parallel::Group& group, const std::string& dir) {
     gateway = std::make_unique<testing::FakeGateway>(std::move(options));
   }
   LearnerConfig config;
-  config.model_path = dir + "/model";
+  config.model.path = dir + "/model";
   config.threads = 1;
   config.steps = 4;
   config.loss.options = {.clip_low = 1.0, .clip_high = 1e6};
@@ -106,7 +106,7 @@ void learner_runs(parallel::Group& group, const std::string& dir) {
   const absl::Status status = (*learner)->run({}, {});
   CHECK(absl::IsAborted(status));
   // What fails on one rank at the start fails on all.
-  if (group.rank() == 1) config.model_path = dir + "/nothing";
+  if (group.rank() == 1) config.model.path = dir + "/nothing";
   job.run_id = "missing";
   CHECK(!Learner::create(config, job, group, metrics, quiet_logger()).ok());
 }

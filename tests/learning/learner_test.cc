@@ -35,7 +35,7 @@ class LearnerTest : public ::testing::Test {
  protected:
   LearnerTest() {
     testing::write_model("glm5_next", dir.path() + "/model");
-    config.model_path = dir.path() + "/model";
+    config.model.path = dir.path() + "/model";
     config.threads = 1;
     config.steps = 6;
     config.loss.options = {.clip_low = 1.0, .clip_high = 1e6};  // the made-up log-probs are far off
@@ -180,7 +180,7 @@ TEST_F(LearnerTest, StoppedAndRestartedEndsTheSame) {
 
 // The other process of CrashWindows: exits without a word to anybody after a step.
 TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
-  config.model_path = std::string(std::getenv("LEARNER_TEST_DIR")) + "/model";
+  config.model.path = std::string(std::getenv("LEARNER_TEST_DIR")) + "/model";
   config.gateway_address = std::getenv("LEARNER_TEST_GATEWAY");
   job.run_parent = std::getenv("LEARNER_TEST_DIR");
   job.publish_every = 1;
@@ -275,10 +275,10 @@ TEST_F(LearnerTest, SkippedStepsStopTheRunWithAName) {
 
 TEST_F(LearnerTest, WhatIsWrongAtTheStartIsNamed) {
   FakeGateway gateway(gateway_options());
-  config.model_path = dir.path() + "/nothing";
+  config.model.path = dir.path() + "/nothing";
   const absl::Status missing = open(gateway).status();
-  EXPECT_NE(missing.message().find(config.model_path), absl::string_view::npos) << missing;
-  config.model_path = dir.path() + "/model";
+  EXPECT_NE(missing.message().find(config.model.path), absl::string_view::npos) << missing;
+  config.model.path = dir.path() + "/model";
   const std::unique_ptr<Learner> first = *open(gateway);
   config.address = first->weights_address();
   const absl::Status taken = open(gateway).status();

@@ -171,8 +171,8 @@ class FakeGateway : public v1::Workers::Service {
 
 Worker::Config worker_config() {
   Worker::Config config;
-  config.model_path = checkpoint();
-  config.dtype = DType::kF32;
+  config.model.path = checkpoint();
+  config.model.dtype = DType::kF32;
   return config;
 }
 
@@ -440,7 +440,7 @@ TEST_F(WorkerTest, DrainCutsOffAtItsDeadline) {
 
 TEST_F(WorkerTest, StartRefuses) {
   Worker::Config config = worker_config();
-  config.model_path = "/nowhere";
+  config.model.path = "/nowhere";
   EXPECT_FALSE(Worker::start(config, metrics_, quiet_logger()).ok());
   start(worker_config());
   config = worker_config();
@@ -457,13 +457,13 @@ TEST(WorkerConfigTest, ReadsItsSections) {
       "job.yaml");
   const Worker::Config config = Worker::Config::from(root);
   ASSERT_TRUE(root.finish().ok()) << root.finish();
-  EXPECT_EQ(config.model_path, "/m");
-  EXPECT_EQ(config.dtype, DType::kF32);
+  EXPECT_EQ(config.model.path, "/m");
+  EXPECT_EQ(config.model.dtype, DType::kF32);
   EXPECT_EQ(config.engine.worker_id, "w");
   EXPECT_EQ(config.engine.on_update, OnUpdate::kKeep);
   EXPECT_EQ(config.engine.cache_tokens, 640);
   EXPECT_EQ(config.engine.prefix_sessions_max, 8);
-  ConfigNode bad = *ConfigNode::parse("rollout: {max_running: 100, step_tokens_max: 99}\n", "job.yaml");
+  ConfigNode bad = *ConfigNode::parse("model: {path: /m}\nrollout: {max_running: 100, step_tokens_max: 99}\n", "job.yaml");
   Worker::Config::from(bad);
   EXPECT_EQ(bad.finish().code(), absl::StatusCode::kInvalidArgument);
 }
