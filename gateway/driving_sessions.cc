@@ -8,6 +8,7 @@
 #include "gateway/messages.h"
 #include "common/pause.h"
 #include "gateway/record.h"
+#include "proto/words.h"
 
 namespace slipstream::gateway {
 namespace {
@@ -27,9 +28,7 @@ v1::Sampling over(const v1::Sampling& base, const v1::Sampling& sampling) {
 absl::Status validate(const v1::FinishRequest& request) {
   const v1::FinishReason failure = request.failure();
   if (failure != v1::FINISH_REASON_UNSPECIFIED) {
-    const bool known = failure == v1::FINISH_REASON_ENV_CRASH || failure == v1::FINISH_REASON_TIMEOUT ||
-                       failure == v1::FINISH_REASON_ABORTED;
-    if (known) return absl::OkStatus();
+    if (rpc::is_failure(failure)) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat("failure: ", failure, ", expected ENV_CRASH, TIMEOUT or ABORTED"));
   }
   if (!std::isfinite(request.reward())) {

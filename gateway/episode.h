@@ -27,6 +27,9 @@ struct EpisodePlan {
   int min_policy_version = 0;  // no token may be sampled by weights older than this
 };
 
+// Writes into the trajectory which episode it is of. Whoever takes it in does this (EpisodeSource::finish).
+void identify(const EpisodePlan& plan, v1::Trajectory* trajectory);
+
 class EpisodeSource {
  public:
   virtual ~EpisodeSource() = default;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "proto/words.h"
+
 namespace slipstream::gateway {
 
 TrajectorySummary summarize(const v1::Trajectory& trajectory) {
@@ -23,12 +25,7 @@ TrajectorySummary summarize(const v1::Trajectory& trajectory) {
 }
 
 std::optional<std::string> exclusion(const TrajectorySummary& trajectory) {
-  switch (trajectory.finish_reason) {
-    case v1::FINISH_REASON_ENV_CRASH: return "env_crash";
-    case v1::FINISH_REASON_TIMEOUT: return "timeout";
-    case v1::FINISH_REASON_ABORTED: return "aborted";
-    default: break;
-  }
+  if (rpc::is_failure(trajectory.finish_reason)) return rpc::word_of(trajectory.finish_reason);
   if (!std::isfinite(trajectory.reward)) return "bad_reward";
   if (!trajectory.has_actions) return "empty";
   return std::nullopt;

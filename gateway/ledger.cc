@@ -2,19 +2,14 @@
 
 #include <algorithm>
 
-#include "absl/strings/ascii.h"
 #include "absl/time/clock.h"
 #include "common/check.h"
+#include "proto/words.h"
 
 namespace slipstream::gateway {
 namespace {
 
 constexpr int64_t kTrajectoryBytesMax = (int64_t{1} << 30) - (1 << 10);  // of the log and of protobuf
-
-std::string finish_word(v1::FinishReason reason) {  // FINISH_REASON_ENV_DONE: "env_done"
-  const std::string name = v1::FinishReason_Name(reason);
-  return name.empty() ? "unspecified" : absl::AsciiStrToLower(name.substr(sizeof("FINISH_REASON_") - 1));
-}
 
 }  // namespace
 
@@ -259,13 +254,7 @@ void Ledger::expire_external_groups() {
 // ---- the end of an episode
 
 void Ledger::finish(const EpisodePlan& plan, v1::Trajectory trajectory, std::function<void(absl::StatusOr<uint64_t>)> done) {
-  trajectory.set_rollout_id(plan.rollout_id);
-  trajectory.set_group_id(plan.group_id);
-  trajectory.set_group_index(plan.group_index);
-  trajectory.set_kind(plan.kind);
-  trajectory.set_environment(plan.environment);
-  trajectory.set_task(plan.task);
-  trajectory.set_instance(plan.instance);
+  identify(plan, &trajectory);
   if (plan.kind == v1::TRAJECTORY_KIND_DEMONSTRATION) {
     {
       const absl::MutexLock lock(&mutex_);
@@ -341,7 +330,7 @@ void Ledger::logged(uint64_t group_number, int index, const EpisodePlan& plan,
       --running_;
       const TrajectorySummary& summary = member.summary;
       const std::string task = schedule_.knows(plan.task) ? plan.task : "external";
-      metrics_.add(metric::kTrajectories, 1, {task, finish_word(summary.finish_reason)});
+      metrics_.add(metric::kTrajectories, 1, {task, rpc::word_of(summary.finish_reason)});
       const std::optional<std::string> excluded = exclusion(summary);
       if (!excluded.has_value()) {
         metrics_.observe(metric::kReward, summary.reward, {task});

@@ -183,6 +183,7 @@ class Ledger : public EpisodeSource {
   Settled mark_settling(const v1::Commit& commit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void end_settling(const Settled& settled, bool durable) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::CommitReply end_commit(const Settled& settled, const v1::LogLearner& life, bool durable);
+  void forget_settled_steps() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void requeue_delivered() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::Counts counts_locked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void export_metrics(Metrics& metrics);

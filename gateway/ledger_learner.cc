@@ -399,13 +399,18 @@ void Ledger::end_settling(const Settled& settled, bool durable) {
       closed |= close_if_settled(number);
     }
   }
+  forget_settled_steps();
+  if (closed) forget_segments();
+}
+
+// A delivered step is remembered while one of its groups is.
+void Ledger::forget_settled_steps() {
   std::erase_if(delivered_, [&](const auto& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return std::none_of(entry.second.record.groups().begin(), entry.second.record.groups().end(),
                         [&](const v1::LogDeliveredGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
                           return groups_.contains(group.group_number());
                         });
   });
-  if (closed) forget_segments();
 }
 
 void Ledger::commit(const v1::Commit& commit, std::function<void(absl::StatusOr<v1::CommitReply>)> done) {

@@ -200,12 +200,7 @@ absl::Status Ledger::finish_replay() {
     if (close_if_settled(number)) continue;
     if (!group.step.has_value() && is_complete(group)) complete(group);
   }
-  std::erase_if(delivered_, [&](const auto& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return std::none_of(entry.second.record.groups().begin(), entry.second.record.groups().end(),
-                        [&](const v1::LogDeliveredGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-                          return groups_.contains(group.group_number());
-                        });
-  });
+  forget_settled_steps();
   forget_segments();
   if (state.produced() > 0) {
     logger_->info("trajectory log: {} trajectories, {} trained, {} wait; {} episodes are run again", counts_.produced(),

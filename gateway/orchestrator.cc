@@ -8,15 +8,12 @@
 #include "absl/time/clock.h"
 #include "common/pause.h"
 #include "gateway/record.h"
+#include "proto/words.h"
 
 namespace slipstream::gateway {
 namespace {
 
 constexpr absl::Duration kLastWrite = absl::Seconds(5);
-
-bool is_failure(v1::FinishReason reason) {
-  return reason == v1::FINISH_REASON_ENV_CRASH || reason == v1::FINISH_REASON_TIMEOUT || reason == v1::FINISH_REASON_ABORTED;
-}
 
 }  // namespace
 
@@ -88,7 +85,7 @@ bool Orchestrator::run(const EpisodePlan& plan, const std::string& episode_id) {
     metrics_.add(metric::kNonFiniteLogprobs, static_cast<double>(episode.non_finite_logprobs()));
   }
   hand_over(plan, [&] { return episode.trajectory(); });
-  return !is_failure(episode.finish_reason());
+  return !rpc::is_failure(episode.finish_reason());
 }
 
 // Waits until the trajectory is on disk: a full disk must hold back the episodes that would need it too.

@@ -58,13 +58,6 @@ absl::StatusOr<v1::GenerateRequest> turn_request(const GatewayConfig& config, co
 v1::Trajectory make_trajectory(const EpisodePlan& plan, const Session* session, const v1::Sampling& sampling,
                                const model::ChatFormat& format, int64_t start_time_us) {
   v1::Trajectory out;
-  out.set_rollout_id(plan.rollout_id);
-  out.set_group_id(plan.group_id);
-  out.set_group_index(plan.group_index);
-  out.set_kind(plan.kind);
-  out.set_environment(plan.environment);
-  out.set_task(plan.task);
-  out.set_instance(plan.instance);
   *out.mutable_sampling() = sampling;
   out.set_template_fingerprint(format.fingerprint());
   out.set_start_time_us(start_time_us);

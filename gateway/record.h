@@ -22,7 +22,8 @@ absl::StatusOr<v1::GenerateRequest> turn_request(const GatewayConfig& config, co
                                                  const model::ChatFormat& format, const v1::Sampling& sampling,
                                                  const PendingTurn& turn);
 
-// Identity, samples, versions and times; rewards, finish reason and the times spent waiting are the caller's.
+// Samples, versions and times. Who it is of is written by whoever takes it in (identify()); rewards, finish reason and the
+// times spent waiting are the caller's.
 v1::Trajectory make_trajectory(const EpisodePlan& plan, const Session* session, const v1::Sampling& sampling,
                                const model::ChatFormat& format, int64_t start_time_us);
 

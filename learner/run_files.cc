@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "model/output_file.h"
 #include "nlohmann/json.hpp"
+#include "proto/words.h"
 
 namespace slipstream::learner {
 namespace {
@@ -46,27 +47,6 @@ absl::Status cut_after(const std::string& path, int64_t last_step) {
   return cut ? model::rename_file(temporary, path) : model::remove_file(temporary);
 }
 
-const char* name_of_kind(v1::SpanKind kind) {
-  switch (kind) {
-    case v1::SPAN_KIND_PROMPT: return "prompt";
-    case v1::SPAN_KIND_ACTION: return "action";
-    case v1::SPAN_KIND_OBSERVATION: return "observation";
-    default: return "unspecified";
-  }
-}
-
-const char* name_of_reason(v1::FinishReason reason) {
-  switch (reason) {
-    case v1::FINISH_REASON_STOP: return "stop";
-    case v1::FINISH_REASON_LENGTH: return "length";
-    case v1::FINISH_REASON_ENV_DONE: return "env_done";
-    case v1::FINISH_REASON_ENV_CRASH: return "env_crash";
-    case v1::FINISH_REASON_TIMEOUT: return "timeout";
-    case v1::FINISH_REASON_ABORTED: return "aborted";
-    default: return "unspecified";
-  }
-}
-
 ordered_json numbers(const std::vector<float>& values) {
   ordered_json out = ordered_json::array();
   for (const float value : values) {
@@ -83,7 +63,7 @@ ordered_json spans_of(const v1::Sample& sample, const model::Tokenizer* tokenize
   ordered_json out = ordered_json::array();
   int at = 0;
   for (const v1::Span& span : sample.spans()) {
-    ordered_json json = {{"kind", name_of_kind(span.kind())}, {"length", span.length()}};
+    ordered_json json = {{"kind", rpc::word_of(span.kind())}, {"length", span.length()}};
     if (tokenizer != nullptr) json["text"] = tokenizer->decode(absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
     out.push_back(std::move(json));
     at += span.length();
@@ -157,7 +137,7 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
                          {"reward", message.reward()},
                          {"advantage", trajectory.advantage},
                          {"weight", trajectory.weight},
-                         {"finish_reason", name_of_reason(message.finish_reason())},
+                         {"finish_reason", rpc::word_of(message.finish_reason())},
                          {"staleness", policy_version - message.min_policy_version()},
                          {"num_turns", message.num_turns()}};
     ordered_json samples = ordered_json::array();

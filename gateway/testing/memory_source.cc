@@ -37,6 +37,7 @@ std::optional<EpisodePlan> MemorySource::next(std::stop_token stop) {
 
 void MemorySource::finish(const EpisodePlan& plan, v1::Trajectory trajectory,
                           std::function<void(absl::StatusOr<uint64_t>)> done) {
+  identify(plan, &trajectory);
   const absl::Status status = on_finish ? on_finish(trajectory) : absl::OkStatus();
   if (!status.ok()) return done(status);
   uint64_t offset = 0;
