@@ -1,10 +1,12 @@
-// Checks of what environments answer. InvalidArgument names the field, its value and what was expected.
+// The rules of environment.proto for what environments answer, kept by the gateway and by the conformance check. InvalidArgument names the field, its value and what was expected.
 #pragma once
 
 #include "common/status.h"
 #include "slipstream/v1/environment.pb.h"
 
 namespace slipstream::gateway {
+
+constexpr int64_t kAnswerBytesMax = 16 << 20;  // of text in one answer
 
 absl::Status validate(const v1::DescribeResponse& response);
 // want_solution: the task has solutions and one was asked for.

@@ -26,7 +26,6 @@ namespace slipstream::gateway {
 // whatever else the environment made of the call: what breaks the contract of environment.proto is Internal and names the field.
 class EnvironmentClient {
  public:
-  static constexpr int64_t kAnswerBytesMax = 16 << 20;  // of text in one answer
   static constexpr int kAttempts = 5;                   // of a call that finds no service (Unavailable)
 
   // Called from the client's own thread with every valid answer to Describe: the first one, and one after each pause. An
