@@ -2,15 +2,14 @@
 
 #include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <cmath>
-#include <filesystem>
 #include <set>
 #include <zmq.hpp>
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "common/testing/temporary_directory.h"
 #include "gateway/testing/fake_environment.h"
 #include "gateway/testing/fake_worker.h"
 #include "proto/rpc.h"
@@ -85,9 +84,7 @@ uint64_t dropped(const v1::Counts& counts) {
 class GatewayTest : public ::testing::Test {
  protected:
   GatewayTest() {
-    std::string directory = (std::filesystem::temp_directory_path() / "gatewayXXXXXX").string();
-    directory_ = mkdtemp(directory.data());
-    config_.job.run_parent = directory_;
+    config_.job.run_parent = directory_.path();
     config_.job.group_size = 4;
     config_.job.groups_per_batch = 2;
     config_.episode_threads = 8;
@@ -98,10 +95,7 @@ class GatewayTest : public ::testing::Test {
     environment.address = fake_.address();
     config_.environments.push_back(environment);
   }
-  ~GatewayTest() override {
-    gateway_.reset();
-    std::filesystem::remove_all(directory_);
-  }
+  ~GatewayTest() override { gateway_.reset(); }
   void start() {
     absl::StatusOr<std::unique_ptr<Gateway>> gateway = Gateway::start(config_, metrics_, quiet_logger());
     ASSERT_TRUE(gateway.ok()) << gateway.status();
@@ -140,7 +134,7 @@ class GatewayTest : public ::testing::Test {
     return response;
   }
 
-  std::string directory_;
+  const slipstream::testing::TemporaryDirectory directory_;
   FakeEnvironment fake_{{.turns = 2}};
   GatewayConfig config_;
   Metrics metrics_;

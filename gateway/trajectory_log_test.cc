@@ -16,19 +16,14 @@
 #include <random>
 #include <set>
 
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
 
 namespace slipstream::gateway {
 namespace {
 
-class TrajectoryLogTest : public testing::Test {
+class TrajectoryLogTest : public ::testing::Test {
  protected:
-  TrajectoryLogTest() {
-    std::string name = testing::TempDir() + "trajectory_log_XXXXXX";
-    directory_ = mkdtemp(name.data());
-  }
-  ~TrajectoryLogTest() override { std::filesystem::remove_all(directory_); }
-
   absl::StatusOr<std::unique_ptr<TrajectoryLog>> open(int64_t segment_bytes = 1 << 20) {
     replayed_.clear();
     positions_.clear();
@@ -49,7 +44,8 @@ class TrajectoryLogTest : public testing::Test {
     std::ofstream(file(segment), std::ios::binary | std::ios::trunc) << bytes;
   }
 
-  std::string directory_;
+  const slipstream::testing::TemporaryDirectory temporary_;
+  const std::string directory_ = temporary_.path();
   std::vector<std::pair<RecordType, std::string>> replayed_;
   std::vector<TrajectoryLog::Position> positions_;
 };

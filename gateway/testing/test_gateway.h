@@ -1,10 +1,7 @@
 // For tests: a ledger in a directory of its own, with one environment "arithmetic" of one task "add", and a learner's words.
 #pragma once
 
-#include <stdlib.h>
-
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <future>
 #include <memory>
@@ -13,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/testing/temporary_directory.h"
 #include "gateway/ledger.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
@@ -99,8 +97,7 @@ inline v1::Trajectory make_trajectory(double reward, v1::FinishReason finish, in
 class Gateway {
  public:
   explicit Gateway(const GatewayOptions& options) {
-    std::string name = ::testing::TempDir() + "ledger_XXXXXX";
-    config_.job.run_parent = mkdtemp(name.data());
+    config_.job.run_parent = directory_.path();
     config_.job.group_size = options.group_size;
     config_.job.groups_per_batch = options.groups_per_batch;
     config_.job.max_staleness = options.max_staleness;
@@ -114,10 +111,7 @@ class Gateway {
     if (options.environments) config_.environments[0].name = "arithmetic";
     reopen();
   }
-  ~Gateway() {
-    ledger_.reset();
-    std::filesystem::remove_all(config_.job.run_parent);
-  }
+  ~Gateway() { ledger_.reset(); }
 
   // Ends the ledger and begins another on the same directory.
   void reopen() {
@@ -219,6 +213,7 @@ class Gateway {
   }
 
  private:
+  const slipstream::testing::TemporaryDirectory directory_;
   GatewayConfig config_;
   std::unique_ptr<Metrics> metrics_;
   std::unique_ptr<Ledger> ledger_;

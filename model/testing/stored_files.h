@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -14,6 +13,7 @@
 
 #include "absl/types/span.h"
 #include "common/check.h"
+#include "common/testing/temporary_directory.h"
 
 namespace slipstream::model::testing {
 
@@ -37,23 +37,11 @@ std::string data_of(const std::vector<T>& values) {
   return data;
 }
 
-class TemporaryDirectory {
+// With files in it.
+class TemporaryDirectory : public slipstream::testing::TemporaryDirectory {
  public:
-  TemporaryDirectory() {
-    // In memory where there is such a place: a test of a hundred saves must not wait for a disk a hundred
-    // times.
-    const bool in_memory = std::filesystem::is_directory("/dev/shm");
-    std::string pattern =
-        (in_memory ? "/dev/shm" : std::filesystem::temp_directory_path().string()) + "/slipstream-XXXXXX";
-    CHECK(::mkdtemp(pattern.data()) != nullptr);
-    path_ = pattern;
-  }
-  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-
-  const std::string& path() const { return path_; }
-  std::string file(std::string_view name) const { return path_ + "/" + std::string(name); }
+  TemporaryDirectory() : slipstream::testing::TemporaryDirectory(Where::kMemory) {}
+  std::string file(std::string_view name) const { return path() + "/" + std::string(name); }
   void write(std::string_view name, std::string_view contents) const {
     std::ofstream out(file(name), std::ios::binary | std::ios::trunc);
     out.write(contents.data(), static_cast<std::streamsize>(contents.size()));
@@ -67,14 +55,11 @@ class TemporaryDirectory {
   }
   std::vector<std::string> names() const {  // sorted
     std::vector<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(path_))
+    for (const auto& entry : std::filesystem::directory_iterator(path()))
       names.push_back(entry.path().filename());
     std::sort(names.begin(), names.end());
     return names;
   }
-
- private:
-  std::string path_;
 };
 
 }  // namespace slipstream::model::testing

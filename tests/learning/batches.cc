@@ -52,16 +52,6 @@ v1::Trajectory make_trajectory(const BatchShape& shape, int64_t vocab, uint64_t 
 
 }  // namespace
 
-TemporaryDirectory::TemporaryDirectory() {
-  std::string pattern = (std::filesystem::temp_directory_path() / "slipstream_test_XXXXXX").string();
-  CHECK(::mkdtemp(pattern.data()) != nullptr);
-  path_ = pattern;
-}
-TemporaryDirectory::~TemporaryDirectory() {
-  std::error_code ignored;
-  std::filesystem::remove_all(path_, ignored);
-}
-
 void write_model(const std::string& family, const std::string& dir, uint64_t seed) {
   const model::testing::TestModel made = model::testing::make_test_model(family, kernels::DType::kF32, seed);
   CHECK_OK(model::save_weights(made.loaded, dir, {}));

@@ -1,25 +1,16 @@
 // Batches for tests of learning: a small model, trajectories over its vocabulary, log-probs near its own.
 #pragma once
 
-#include <filesystem>
 #include <memory>
 #include <string>
 
+#include "common/testing/temporary_directory.h"
 #include "learner/trainer.h"
 #include "tests/property/test_models.h"
 
 namespace slipstream::learner::testing {
 
-// A directory of its own under the system's temporary one, removed at the end.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory();
-  ~TemporaryDirectory();
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
+using slipstream::testing::TemporaryDirectory;
 
 // Writes a small model of the family to dir.
 void write_model(const std::string& family, const std::string& dir, uint64_t seed = 1);

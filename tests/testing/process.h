@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "common/testing/temporary_directory.h"
+
 namespace slipstream::testing {
 
 // One process. Its output goes to a file. The destructor kills it (SIGKILL) with all it started and reaps it.
@@ -38,17 +40,6 @@ bool wait_until(const Condition& condition, std::chrono::milliseconds timeout);
 std::string read_file(const std::string& path);              // "" when it cannot be read
 std::vector<std::string> read_lines(const std::string& path);  // whole lines only
 void write_file(const std::string& path, const std::string& text);
-// A fresh directory below the system's temporary one, removed by the destructor.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory();
-  ~TemporaryDirectory();
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
 // What a pause between two looks is; the one place tests may pause.
 void pause_briefly();
 
