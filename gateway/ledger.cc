@@ -57,7 +57,7 @@ absl::Status Ledger::set_tasks(const std::string& environment, absl::Span<const 
   const absl::MutexLock lock(&mutex_);
   RETURN_IF_ERROR(schedule_.set_tasks(environment, descriptions));
   answer_pending();  // demonstrations may turn out not to exist
-  episodes_changed_.SignalAll();
+  episodes_changed_.Signal();
   return absl::OkStatus();
 }
 
@@ -91,6 +91,8 @@ EpisodePlan Ledger::make_plan(const Group& group, int index) const {
   return plan;
 }
 
+// Hundreds of threads may wait here. What changes wakes one of them, and one that finds an episode, or goes, wakes the next:
+// woken all at once they would all look, and all but a few wait again.
 std::optional<EpisodePlan> Ledger::next(std::stop_token stop) {
   // Before the lock, so that it is taken down after it: its callback takes the lock.
   const std::stop_callback on_stop(stop, [this] {
@@ -100,9 +102,13 @@ std::optional<EpisodePlan> Ledger::next(std::stop_token stop) {
   const absl::MutexLock lock(&mutex_);
   while (!stop.stop_requested() && !stopped_) {
     absl::Time retry = absl::InfiniteFuture();
-    if (std::optional<EpisodePlan> plan = take_plan(&retry)) return plan;
+    if (std::optional<EpisodePlan> plan = take_plan(&retry)) {
+      episodes_changed_.Signal();
+      return plan;
+    }
     episodes_changed_.WaitWithDeadline(&mutex_, retry);
   }
+  episodes_changed_.Signal();
   return std::nullopt;
 }
 
@@ -166,7 +172,7 @@ void Ledger::start_scheduled_group(absl::Time* retry) {
   info.set_size(config_.job.group_size);
   start_group(std::move(info));
   for (int i = 0; i < config_.job.group_size; ++i) planned_.emplace(number, i);
-  episodes_changed_.SignalAll();
+  episodes_changed_.Signal();
 }
 
 Ledger::Group& Ledger::start_group(v1::LogGroup info) {
@@ -260,7 +266,7 @@ void Ledger::finish(const EpisodePlan& plan, v1::Trajectory trajectory, std::fun
       const absl::MutexLock lock(&mutex_);
       demonstrations_.finish(plan, std::move(trajectory));
       answer_pending();
-      episodes_changed_.SignalAll();
+      episodes_changed_.Signal();
     }
     done(uint64_t{0});
     return;
@@ -342,7 +348,7 @@ void Ledger::logged(uint64_t group_number, int index, const EpisodePlan& plan,
       if (excluded.has_value()) settle(group, index, *excluded);
       if (is_complete(group)) complete(group);
       answer_pending();
-      episodes_changed_.SignalAll();
+      episodes_changed_.Signal();
     }
   }
   for (const auto& done : waiting) done(position);
@@ -361,7 +367,7 @@ void Ledger::cancel(const EpisodePlan& plan) {
   const absl::MutexLock lock(&mutex_);
   if (plan.kind == v1::TRAJECTORY_KIND_DEMONSTRATION) {
     demonstrations_.cancel(plan);
-    episodes_changed_.SignalAll();
+    episodes_changed_.Signal();
     return;
   }
   const auto found = groups_.find(plan.group_number);
@@ -379,7 +385,7 @@ void Ledger::cancel(const EpisodePlan& plan) {
     member.state = Member::State::kPlanned;
     planned_.emplace(plan.group_number, plan.group_index);
   }
-  episodes_changed_.SignalAll();
+  episodes_changed_.Signal();
 }
 
 // ---- groups
@@ -416,7 +422,7 @@ void Ledger::complete(Group& group) {
   count_group(group, decision.outcome);
   append_settled(settled);
   if (close_if_settled(number)) forget_segments();
-  episodes_changed_.SignalAll();
+  episodes_changed_.Signal();
 }
 
 void Ledger::drop(Group& group, const GroupDecision& decision, Settled* settled) {

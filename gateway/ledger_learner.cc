@@ -101,7 +101,7 @@ void Ledger::begin_life(const Settled& settled, const v1::LogLearner& life, bool
   final_ = false;  // it came back for more
   committed_step_ = std::max(committed_step_, life.committed_step());
   requeue_delivered();
-  episodes_changed_.SignalAll();
+  episodes_changed_.Signal();
 }
 
 void Ledger::requeue_delivered() {
@@ -171,7 +171,7 @@ void Ledger::request_batch(const v1::BatchRequest& request, BatchDone done) {
         }
       }
       answer_pending();
-      episodes_changed_.SignalAll();
+      episodes_changed_.Signal();
     }
   }
   if (superseded != nullptr) superseded(absl::CancelledError("asked for again"));
@@ -229,7 +229,7 @@ void Ledger::answer_pending() {
   for (const auto& [number, decision] : dead) close_if_settled(number);
   if (!dead.empty()) {
     forget_segments();
-    episodes_changed_.SignalAll();
+    episodes_changed_.Signal();
   }
   if (chosen.size() == wanted) deliver(chosen);
 }
@@ -450,7 +450,7 @@ v1::CommitReply Ledger::end_commit(const Settled& settled, const v1::LogLearner&
   if (durable) {
     committed_step_ = std::max(committed_step_, life.committed_step());
     if (life.incarnation() == incarnation_) final_ = life.final();
-    episodes_changed_.SignalAll();
+    episodes_changed_.Signal();
   }
   reply.set_incarnation(life.incarnation());
   reply.set_step(life.committed_step());
