@@ -1,13 +1,13 @@
 // toy_training MODEL OUT: teaches a small model to count. Sequences go s, s+d, s+2d, ... modulo 64; after two tokens the
-// rest can be known. Plain Adam on the log-probs of tokens 2.. of each sequence, then the checkpoint is saved to OUT.
+// rest can be known. Adam on the log-probs of tokens 2.. of each sequence, then the checkpoint is saved to OUT.
 // It shows a whole training step in one page: batch, forward, log-probs, backward, update.
-#include <cmath>
 #include <cstdio>
 #include <string>
 #include <vector>
 
 #include "CLI/CLI.hpp"
 #include "common/status.h"
+#include "learner/adamw.h"
 #include "model/load.h"
 #include "model/model.h"
 
@@ -24,37 +24,6 @@ struct Flags {
   int64_t length = 16;
   float learning_rate = 3e-3f;
   int threads = 2;
-};
-
-// Adam with its moments beside every gradient. Kingma & Ba 2015, arXiv:1412.6980.
-class Adam {
- public:
-  explicit Adam(const model::WeightStore& gradients) {
-    for (const auto& entry : gradients.entries()) {
-      moments_.emplace_back(2 * static_cast<size_t>(entry.tensor.empty() ? 0 : entry.tensor.numel()), 0.0f);
-    }
-  }
-  void update(const model::WeightStore& weights, const model::WeightStore& gradients, float learning_rate) {
-    ++step_;
-    const float correct1 = 1.0f - std::pow(0.9f, static_cast<float>(step_));
-    const float correct2 = 1.0f - std::pow(0.99f, static_cast<float>(step_));
-    for (size_t i = 0; i < moments_.size(); ++i) {
-      const kernels::Tensor& gradient = gradients.entries()[i].tensor;
-      if (gradient.empty()) continue;  // frozen
-      float* w = weights.entries()[i].tensor.f32();
-      for (int64_t j = 0; j < gradient.numel(); ++j) {
-        float* m = &moments_[i][2 * static_cast<size_t>(j)];
-        const float g = gradient.f32()[j];
-        m[0] = 0.9f * m[0] + 0.1f * g;
-        m[1] = 0.99f * m[1] + 0.01f * g * g;
-        w[j] -= learning_rate * (m[0] / correct1) / (std::sqrt(m[1] / correct2) + 1e-8f);
-      }
-    }
-  }
-
- private:
-  std::vector<std::vector<float>> moments_;  // interleaved first and second
-  int step_ = 0;
 };
 
 model::Batch counting_batch(const Flags& flags, uint64_t& state) {
@@ -82,7 +51,8 @@ absl::Status run(const Flags& flags) {
                    model::WeightStore::create_gradients(loaded.config, loaded.store.with_mtp()));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(int64_t{1} << 38));
   const model::ModelWeights& weights = loaded.store.tensors();
-  Adam adam(gradients);
+  ASSIGN_OR_RETURN(learner::AdamW adam, learner::AdamW::create(loaded.config, loaded.store.with_mtp(),
+                                                              {.beta1 = 0.9, .beta2 = 0.99, .grad_clip = 0.0}));
   uint64_t state = 1;
   for (int i = 1; i <= flags.steps; ++i) {
     const kernels::ArenaScope scope(arena);
@@ -106,7 +76,7 @@ absl::Status run(const Flags& flags) {
     const kernels::Tensor dhidden = network->log_probs_backward(weights, hidden, targets, 1.0f, log_probs, dlogprob, {},
                                                                 gradients.tensors(), step);
     network->backward(weights, saved, dhidden, gradients.tensors(), step);
-    adam.update(loaded.store, gradients, flags.learning_rate);
+    adam.update(loaded.store, gradients, /*grad_norm=*/0.0, flags.learning_rate, *stream);
     if (i == 1 || i % 50 == 0) {
       double loss = 0.0;
       for (int64_t r = 0; r < rows; ++r) loss += double{dlogprob.f32()[r]} * log_probs.logprob.f32()[r];
