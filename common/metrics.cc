@@ -137,6 +137,8 @@ struct Metrics::Impl : prometheus::Collectable {
   Table<prometheus::Histogram> histograms;
   mutable std::mutex mutex;
   std::vector<std::shared_ptr<Callback>> callbacks;
+  // What the exposer looks at, through a weak pointer: as long as this lives. It owns nothing.
+  const std::shared_ptr<prometheus::Collectable> served{this, [](prometheus::Collectable*) {}};
   std::unique_ptr<prometheus::Exposer> exposer;
 };
 
@@ -188,8 +190,7 @@ absl::StatusOr<int> Metrics::serve(const std::string& address) {
   } catch (const std::exception&) {
     return absl::UnavailableError(absl::StrCat("metrics address ", address, ": cannot be bound; is the port in use?"));
   }
-  // The exposer holds a weak pointer; this one shares nothing with the owner but the address.
-  impl_->exposer->RegisterCollectable(std::shared_ptr<prometheus::Collectable>(impl_.get(), [](auto*) {}));
+  impl_->exposer->RegisterCollectable(impl_->served);
   return impl_->exposer->GetListeningPorts().front();
 }
 

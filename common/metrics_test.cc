@@ -1,5 +1,10 @@
 #include "common/metrics.h"
 
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "common/check.h"
 #include "gtest/gtest.h"
 
 namespace slipstream {
@@ -27,6 +32,34 @@ TEST(Metrics, CollectorRunsAtEachScrapeUntilItsHandleDies) {
   handle.reset();
   metrics.text();
   EXPECT_EQ(calls, 2);
+}
+
+// What a scraper gets over HTTP.
+std::string scrape(int port) {
+  const int connection = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK_EQ(connect(connection, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+  const std::string request = "GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n";
+  CHECK_EQ(write(connection, request.data(), request.size()), static_cast<ssize_t>(request.size()));
+  std::string answer;
+  char buffer[4096];
+  for (ssize_t got = 0; (got = read(connection, buffer, sizeof buffer)) > 0;) answer.append(buffer, static_cast<size_t>(got));
+  close(connection);
+  return answer;
+}
+
+TEST(Metrics, AScrapeGetsWhatTextHas) {
+  Metrics metrics;
+  const auto handle = metrics.on_scrape([](Metrics& m) { m.set(metric::kQueuedTrajectories, 7); });
+  metrics.add(metric::kMaskedTokens, 5, {"low"});
+  const absl::StatusOr<int> port = metrics.serve("127.0.0.1:0");
+  ASSERT_TRUE(port.ok()) << port.status();
+  const std::string answer = scrape(*port);
+  EXPECT_NE(answer.find("slipstream_masked_tokens_total{side=\"low\"} 5"), std::string::npos) << answer;
+  EXPECT_NE(answer.find("slipstream_queued_trajectories 7"), std::string::npos) << answer;
 }
 
 TEST(Metrics, BusyPortIsAnErrorThatNamesIt) {
