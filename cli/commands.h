@@ -18,6 +18,12 @@ Run add_init(CLI::App& app);
 Run add_logprobs(CLI::App& app);
 Run add_generate(CLI::App& app);
 Run add_convert(CLI::App& app);
+Run add_run(CLI::App& app);
+Run add_gateway(CLI::App& app);
+Run add_rollout(CLI::App& app);
+Run add_learner(CLI::App& app);
+Run add_check_env(CLI::App& app);
+Run add_report(CLI::App& app);
 
 // "5,9,17" -> {5, 9, 17}. InvalidArgument: `flag: ...`, not numbers, or empty.
 absl::StatusOr<std::vector<int32_t>> parse_ids(const std::string& flag, const std::string& text);

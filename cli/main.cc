@@ -15,11 +15,17 @@ int main(int argc, char** argv) {
     Run (*add)(CLI::App&);
   };
   const Command commands[] = {
+      {"run", "A whole job in one process: gateway, rollout worker, learner", &slipstream::cli::add_run},
+      {"gateway", "The gateway of a job: episodes, sessions, trajectories", &slipstream::cli::add_gateway},
+      {"rollout", "A rollout worker of a job", &slipstream::cli::add_rollout},
+      {"learner", "The learner of a job; under mpirun one data-parallel rank", &slipstream::cli::add_learner},
       {"inspect", "What a model is and costs, from its config.json", &slipstream::cli::add_inspect},
       {"init", "Write a checkpoint with random weights", &slipstream::cli::add_init},
       {"logprobs", "Log-probabilities of a token sequence", &slipstream::cli::add_logprobs},
       {"generate", "Continue a token sequence", &slipstream::cli::add_generate},
       {"convert", "Rewrite a checkpoint in another dtype or other shards", &slipstream::cli::add_convert},
+      {"check-env", "Does an environment server keep the rules of environment.proto?", &slipstream::cli::add_check_env},
+      {"report", "One HTML page about a run", &slipstream::cli::add_report},
   };
   std::vector<std::pair<CLI::App*, Run>> runs;
   for (const Command& command : commands) {

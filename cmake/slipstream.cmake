@@ -41,6 +41,25 @@ function(slipstream_test file)
   set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT 900)
 endfunction()
 
+# Over real ranks: slipstream_mpi_test(<file without .cc> RANKS n DEPENDS ...). Each test has its own session directory, and
+# plain copies between ranks, as containers forbid others.
+function(slipstream_mpi_test file)
+  cmake_parse_arguments(ARG "" "RANKS" "DEPENDS" ${ARGN})
+  if(NOT BUILD_TESTING)
+    return()
+  endif()
+  get_filename_component(name ${file} NAME)
+  if(NOT TARGET ${name})
+    add_executable(${name} ${file}.cc)
+    target_link_libraries(${name} PRIVATE ${ARG_DEPENDS})
+  endif()
+  add_test(NAME ${name}_${ARG_RANKS}
+    COMMAND ${MPIEXEC_EXECUTABLE} -np ${ARG_RANKS} --oversubscribe --allow-run-as-root
+      --mca orte_tmpdir_base ${CMAKE_CURRENT_BINARY_DIR} $<TARGET_FILE:${name}>)
+  set_tests_properties(${name}_${ARG_RANKS} PROPERTIES LABELS process TIMEOUT 300
+    ENVIRONMENT "OMPI_MCA_btl_vader_single_copy_mechanism=none;OMPI_MCA_mpi_yield_when_idle=1")
+endfunction()
+
 # slipstream_benchmark(<file without .cc> DEPENDS ...): a Google Benchmark binary; never a ctest entry.
 function(slipstream_benchmark file)
   cmake_parse_arguments(ARG "" "" "DEPENDS" ${ARGN})

@@ -48,6 +48,7 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   gateway.read("sessions_max", &out.sessions_max, 1);
   gateway.read("branching", &out.branching);
   gateway.read_choice("repair", &out.repair, {{"repeat", Repair::kRepeat}, {"refill", Repair::kRefill}});
+  gateway.read("refills_max", &out.refills_max, 0, 1'000);
   gateway.read_choice("overlong", &out.overlong,
                       {{"keep", Overlong::kKeep}, {"mask", Overlong::kMask}, {"drop", Overlong::kDrop}});
   gateway.read("drop_zero_variance", &out.drop_zero_variance);
@@ -56,6 +57,7 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   chat.read("tokenizer", &out.tokenizer);
   chat.read("format", &out.chat_format);
   chat.read("thinking", &out.thinking);
+  chat.read("reasoning_effort", &out.reasoning_effort);
   ConfigNode sampling = root.child("sampling");
   sampling.read("temperature", &out.temperature, 0.0, 100.0);
   sampling.read("top_k", &out.top_k, 0);

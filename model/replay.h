@@ -1,12 +1,12 @@
-// Replay: the discrete choices of a sequence's rows (which experts, which positions), packed for the wire by an engine and
-// unpacked by a trainer, without loss.
+// Replay: the discrete choices of a sequence's rows (which experts, which positions), packed for the wire by
+// an engine and unpacked by a trainer, without loss.
 //
-// Experts: ids in slot order, row by row, layer by layer, 8 bits each for at most 256 experts, else as many as they need;
-// the first id is in the low bits of the first byte. Selections: one range-coded stream, row by row and layer by layer. A
-// row's set of pools (pool 1: positions) is coded against the previous row's: a bit for each pool of that one, a bit for
-// each pool that is new, and the rest as gaps; adaptive probabilities learn how a model's selections move. While all
-// pools are selected, and for the tail of a pooled layer, nothing is written: the position says it.
-// Range coder: Martin 1979, as in LZMA.
+// Experts: ids in slot order, row by row, layer by layer, 8 bits each for at most 256 experts, else as many
+// as they need; the first id is in the low bits of the first byte. Selections: one range-coded stream, row by
+// row and layer by layer. A row's set of pools (pool 1: positions) is coded against the previous row's: a bit
+// for each pool of that one, a bit for each pool that is new, and the rest as gaps; adaptive probabilities
+// learn how a model's selections move. While all pools are selected, and for the tail of a pooled layer,
+// nothing is written: the position says it. Range coder: Martin 1979, as in LZMA.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,8 @@ struct ReplayKinds {
   bool any() const { return experts || selections; }
 };
 
-// Takes the rows of one sequence as passes compute them; a row's work depends on index_topk, not on its position.
+// Takes the rows of one sequence as passes compute them; a row's work depends on index_topk, not on its
+// position.
 class ReplayEncoder {
  public:
   ReplayEncoder(const ReplayLayout& layout, ReplayKinds kinds, int64_t first_row);
@@ -71,7 +72,8 @@ struct DecodedReplay {
   int64_t first_row = 0;
   int64_t num_rows = 0;
   std::vector<int32_t> experts;  // [num_rows, MoE layers, per_token]; empty: not captured
-  // By full-indexer layer: the rows' positions one after the other, and where each row's end. Empty: not captured.
+  // By full-indexer layer: the rows' positions one after the other, and where each row's end. Empty: not
+  // captured.
   struct Selections {
     std::vector<int32_t> positions;
     std::vector<int64_t> row_end;
@@ -79,16 +81,21 @@ struct DecodedReplay {
   std::vector<Selections> selections;
 };
 
+// The first num_rows rows of what was encoded: a sample that was cut lowers num_rows and leaves the bytes as they are.
 // DataLoss: bytes that no encoder makes. rows_max bounds what a lying num_rows can cost.
-absl::StatusOr<DecodedReplay> decode_replay(const ReplayLayout& layout, const EncodedReplay& encoded, int64_t rows_max);
+absl::StatusOr<DecodedReplay> decode_replay(const ReplayLayout& layout, const EncodedReplay& encoded,
+                                            int64_t rows_max);
 
-// Tensors for the choices of `rows` rows in sequences of at most `longest` tokens, in `arena`: experts 0, nothing selected.
-Choices allocate_choices(const ModelConfig& config, ReplayKinds kinds, int64_t rows, int64_t longest, kernels::Arena& arena);
+// Tensors for the choices of `rows` rows in sequences of at most `longest` tokens, in `arena`: experts 0,
+// nothing selected.
+Choices allocate_choices(const ModelConfig& config, ReplayKinds kinds, int64_t rows, int64_t longest,
+                         kernels::Arena& arena);
 
-// Writes rows 0 .. rows-1 of a sequence from pieces in row order to rows batch_row .. of `choices`. Where pieces overlap the
-// earlier one counts: its rows gave the tokens of its reply. DataLoss: a row that no piece has. InvalidArgument: choices too
-// narrow.
-absl::Status place_choices(const ReplayLayout& layout, ReplayKinds kinds, const std::vector<DecodedReplay>& pieces,
-                           int64_t rows, int64_t batch_row, Choices& choices);
+// Writes rows 0 .. rows-1 of a sequence from pieces in row order to rows batch_row .. of `choices`. Where
+// pieces overlap the earlier one counts: its rows gave the tokens of its reply. DataLoss: a row that no piece
+// has. InvalidArgument: choices too narrow.
+absl::Status place_choices(const ReplayLayout& layout, ReplayKinds kinds,
+                           const std::vector<DecodedReplay>& pieces, int64_t rows, int64_t batch_row,
+                           Choices& choices);
 
 }  // namespace slipstream::model

@@ -1,5 +1,5 @@
-// Goal: choices survive packing bit for bit, whatever they are; moving selections are small; bytes nobody packed are refused
-// without harm; pieces join as recorded turns do.
+// Goal: choices survive packing bit for bit, whatever they are; moving selections are small; bytes nobody
+// packed are refused without harm; pieces join as recorded turns do.
 #include "model/replay.h"
 
 #include <algorithm>
@@ -24,7 +24,8 @@ ModelConfig config_of(const Shape& s) {
   ModelConfig config;
   config.moe = MoeConfig{.experts = s.experts, .per_token = s.per_token};
   config.mla = MlaConfig{};
-  config.mla->indexer = IndexerConfig{.heads = 1, .head_dim = 1, .topk = s.topk, .pool = s.pool, .tail = s.tail};
+  config.mla->indexer =
+      IndexerConfig{.heads = 1, .head_dim = 1, .topk = s.topk, .pool = s.pool, .tail = s.tail};
   config.layers = {{.attention = AttentionKind::kMla, .indexer = IndexerMode::kFull, .moe = false},
                    {.attention = AttentionKind::kMla, .indexer = IndexerMode::kShared, .moe = true},
                    {.attention = AttentionKind::kMla, .indexer = IndexerMode::kFull, .moe = true}};
@@ -33,9 +34,10 @@ ModelConfig config_of(const Shape& s) {
 
 enum class Pattern { kRandom, kRegular, kMoving };
 
-// Choices of `rows` rows. kRandom: any positions; kRegular: random pools as the operator selects them; kMoving: a set of
-// which one pool in twelve changes a row.
-Choices make_choices(const ModelConfig& config, int64_t rows, Pattern pattern, uint64_t seed, kernels::Arena& arena) {
+// Choices of `rows` rows. kRandom: any positions; kRegular: random pools as the operator selects them;
+// kMoving: a set of which one pool in twelve changes a row.
+Choices make_choices(const ModelConfig& config, int64_t rows, Pattern pattern, uint64_t seed,
+                     kernels::Arena& arena) {
   const ReplayLayout layout = ReplayLayout::of(config);
   std::mt19937_64 random(seed);
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
@@ -51,11 +53,13 @@ Choices make_choices(const ModelConfig& config, int64_t rows, Pattern pattern, u
       const int64_t n = (t + 1) / layout.pool, k = std::min(n, layout.topk / layout.pool);
       if (pattern == Pattern::kRandom) {
         std::set<int64_t> any;
-        for (int64_t i = below(std::min(t + 1, layer.selection.indices.size(1)) + 1); i > 0; --i) any.insert(below(t + 1));
+        for (int64_t i = below(std::min(t + 1, layer.selection.indices.size(1)) + 1); i > 0; --i)
+          any.insert(below(t + 1));
         positions.assign(any.begin(), any.end());
       } else {
         if (pattern == Pattern::kRegular) pools.clear();
-        for (auto it = pools.begin(); it != pools.end();) it = below(12) == 0 ? pools.erase(it) : std::next(it);
+        for (auto it = pools.begin(); it != pools.end();)
+          it = below(12) == 0 ? pools.erase(it) : std::next(it);
         while (static_cast<int64_t>(pools.size()) < k) pools.insert(below(n));
         for (const int64_t pool : pools) {
           for (int64_t j = 0; j < layout.pool; ++j) positions.push_back(pool * layout.pool + j);
@@ -70,7 +74,8 @@ Choices make_choices(const ModelConfig& config, int64_t rows, Pattern pattern, u
   return choices;
 }
 
-EncodedReplay encode(const ModelConfig& config, const Choices& choices, int64_t begin, int64_t end, ReplayKinds kinds = kBoth) {
+EncodedReplay encode(const ModelConfig& config, const Choices& choices, int64_t begin, int64_t end,
+                     ReplayKinds kinds = kBoth) {
   ReplayEncoder encoder(ReplayLayout::of(config), kinds, begin);
   for (int64_t row = begin; row < end; ++row) encoder.add(choices, row);
   EXPECT_EQ(encoder.next_row(), end);
@@ -136,7 +141,8 @@ TEST_F(ReplayTest, ExpertBits) {
   }
 }
 
-// Of raw int32, a set that changes by a twelfth a row takes a few percent; one that keeps still next to nothing.
+// Of raw int32, a set that changes by a twelfth a row takes a few percent; one that keeps still next to
+// nothing.
 TEST_F(ReplayTest, MovingSelectionsAreSmall) {
   const ModelConfig config = config_of({.topk = 512, .pool = 4});
   const int64_t rows = 4000;
@@ -148,7 +154,8 @@ TEST_F(ReplayTest, MovingSelectionsAreSmall) {
   EXPECT_LT(dense.selections.size(), 100u);
 }
 
-// Case C6: turn 1 has 4 + 3 ids and 6 rows, turn 2 has 9 + 2 and 10 rows: rows 0-5 are turn 1's, row 6 and on turn 2's.
+// Case C6: turn 1 has 4 + 3 ids and 6 rows, turn 2 has 9 + 2 and 10 rows: rows 0-5 are turn 1's, row 6 and on
+// turn 2's.
 TEST_F(ReplayTest, TurnsJoin) {
   const ModelConfig config = config_of({});
   const ReplayLayout layout = ReplayLayout::of(config);
@@ -162,16 +169,42 @@ TEST_F(ReplayTest, TurnsJoin) {
   const size_t k = static_cast<size_t>(layout.per_token);
   for (size_t row = 0; row < 10; ++row) {
     const Choices& from = row < 6 ? first : second;
-    for (size_t i = 0; i < k; ++i) EXPECT_EQ(merged[1].experts.i32()[row * k + i], from[1].experts.i32()[row * k + i]);
+    for (size_t i = 0; i < k; ++i)
+      EXPECT_EQ(merged[1].experts.i32()[row * k + i], from[1].experts.i32()[row * k + i]);
   }
-  // A piece that starts at row 6, as with a reused prefix, gives the same; one that starts at 7 leaves a hole.
+  // A piece that starts at row 6, as with a reused prefix, gives the same; one that starts at 7 leaves a
+  // hole.
   Choices again = allocate_choices(config, kBoth, 10, 10, arena_);
   ASSERT_TRUE(place_choices(layout, kBoth, {piece(first, 0, 6), piece(second, 6, 10)}, 10, 0, again).ok());
   expect_same(merged, again, 10);
   EXPECT_EQ(place_choices(layout, kBoth, {piece(first, 0, 6), piece(second, 7, 10)}, 10, 0, again).code(),
             absl::StatusCode::kDataLoss);
   EXPECT_TRUE(place_choices(layout, kBoth, {piece(first, 0, 6)}, 6, 0, again).ok());
-  EXPECT_EQ(place_choices(layout, kBoth, {piece(first, 0, 6)}, 7, 0, again).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(place_choices(layout, kBoth, {piece(first, 0, 6)}, 7, 0, again).code(),
+            absl::StatusCode::kDataLoss);
+}
+
+// A sample cut at max_seq_len lowers num_rows and cannot cut the bytes, which the gateway does not read.
+TEST_F(ReplayTest, FewerRowsThanTheBytesHoldAreThePrefix) {
+  const ModelConfig config = config_of({.experts = 7});
+  const ReplayLayout layout = ReplayLayout::of(config);
+  EncodedReplay encoded = encode(config, make_choices(config, 200, Pattern::kMoving, 3, arena_), 0, 200);
+  const absl::StatusOr<DecodedReplay> whole = decode_replay(layout, encoded, 200);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  for (const int64_t rows : {199, 64, 1, 0}) {
+    encoded.num_rows = rows;
+    const absl::StatusOr<DecodedReplay> cut = decode_replay(layout, encoded, 200);
+    ASSERT_TRUE(cut.ok()) << cut.status();
+    EXPECT_TRUE(std::equal(cut->experts.begin(), cut->experts.end(), whole->experts.begin()));
+    for (size_t i = 0; i < cut->selections.size(); ++i) {
+      const auto& a = cut->selections[i];
+      EXPECT_EQ(static_cast<int64_t>(a.row_end.size()), rows);
+      EXPECT_TRUE(std::equal(a.positions.begin(), a.positions.end(), whole->selections[i].positions.begin()));
+    }
+  }
+  encoded.num_rows = 200;
+  encoded.experts.pop_back();
+  EXPECT_FALSE(decode_replay(layout, encoded, 200).ok());
 }
 
 TEST_F(ReplayTest, GarbageIsHarmless) {

@@ -12,8 +12,8 @@
 
 namespace slipstream::model {
 
-// One coding step for both directions: a Writer writes the value it is given, a Reader ignores it and returns the one it
-// reads. So the two sides cannot disagree about the order of steps.
+// One coding step for both directions: a Writer writes the value it is given, a Reader ignores it and returns
+// the one it reads. So the two sides cannot disagree about the order of steps.
 struct SelectionWriter {
   static constexpr bool kReads = false;
   RangeEncoder& range;
@@ -61,8 +61,8 @@ class SelectionModel {
  public:
   SelectionModel(int64_t topk, int64_t pool, bool tail) : pool_(pool), most_(topk / pool), tail_(tail) {}
 
-  // The row of position t; rows come in ascending order. positions: given to a writer (ascending, in 0..t), filled by a
-  // reader. False: a reader met what no writer writes.
+  // The row of position t; rows come in ascending order. positions: given to a writer (ascending, in 0..t),
+  // filled by a reader. False: a reader met what no writer writes.
   template <class Coder>
   bool row(Coder& coder, int64_t t, std::vector<int32_t>& positions) {
     const int64_t pools = (t + 1) / pool_;  // candidates
@@ -94,7 +94,8 @@ class SelectionModel {
     int32_t age;  // rows it has been selected for, at most 15
   };
 
-  // Fills chosen_; false unless positions are whole pools, as many as there can be, and the tail this layer adds.
+  // Fills chosen_; false unless positions are whole pools, as many as there can be, and the tail this layer
+  // adds.
   bool to_pools(int64_t t, const std::vector<int32_t>& positions) {
     const int64_t count = static_cast<int64_t>(positions.size());
     const int64_t pools = std::min((t + 1) / pool_, most_), tail_from = (t + 1) / pool_ * pool_;
@@ -124,7 +125,8 @@ class SelectionModel {
     for (int64_t p = (t + 1) / pool_ * pool_; p <= t; ++p) positions.push_back(static_cast<int32_t>(p));
   }
 
-  // most_ of `pools`, into next_: those of the previous row that stay, then new pools, then gaps among the others.
+  // most_ of `pools`, into next_: those of the previous row that stay, then new pools, then gaps among the
+  // others.
   template <class Coder>
   bool some_pools(Coder& coder, int64_t pools) {
     next_.clear();

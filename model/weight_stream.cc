@@ -74,7 +74,8 @@ uint64_t shape_hash(const std::vector<WeightStore::Entry>& entries, DType matric
 
 WeightStreamHeader weight_stream_header(const WeightStore& weights, DType matrices) {
   WeightStreamHeader header;
-  for (const WeightStore::Entry& entry : weights.entries()) header.num_bytes += travel_bytes(entry.parameter, matrices);
+  for (const WeightStore::Entry& entry : weights.entries())
+    header.num_bytes += travel_bytes(entry.parameter, matrices);
   header.num_tensors = static_cast<int64_t>(weights.entries().size());
   header.shape_hash = shape_hash(weights.entries(), matrices);
   return header;
@@ -94,7 +95,8 @@ bool WeightPieces::next(WeightPiece* piece) {
   if (dtype == entry.tensor.dtype()) {
     piece->data = {static_cast<const char*>(entry.tensor.raw()) + offset_, static_cast<size_t>(size)};
   } else {
-    convert_range(entry.tensor, offset_ / kernels::size_of(dtype), size / kernels::size_of(dtype), converted_);
+    convert_range(entry.tensor, offset_ / kernels::size_of(dtype), size / kernels::size_of(dtype),
+                  converted_);
     piece->data = converted_;
   }
   piece->tensor_index = static_cast<int64_t>(tensor_);
@@ -104,15 +106,20 @@ bool WeightPieces::next(WeightPiece* piece) {
   return true;
 }
 
-absl::StatusOr<WeightAssembler> WeightAssembler::create(WeightStore& weights, const WeightStreamHeader& header) {
+absl::StatusOr<WeightAssembler> WeightAssembler::create(WeightStore& weights,
+                                                        const WeightStreamHeader& header) {
   const WeightStreamHeader expected = weight_stream_header(weights, weights.dtype());
   const auto refuse = [](const char* field, auto value, auto wanted) {
-    return absl::FailedPreconditionError(absl::StrCat("weight stream: ", field, ": ", value, ", expected ", wanted,
-                                                      "; do both sides run the same model in the same dtype?"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("weight stream: ", field, ": ", value, ", expected ", wanted,
+                     "; do both sides run the same model in the same dtype?"));
   };
-  if (header.num_tensors != expected.num_tensors) return refuse("num_tensors", header.num_tensors, expected.num_tensors);
-  if (header.num_bytes != expected.num_bytes) return refuse("num_bytes", header.num_bytes, expected.num_bytes);
-  if (header.shape_hash != expected.shape_hash) return refuse("shape_hash", header.shape_hash, expected.shape_hash);
+  if (header.num_tensors != expected.num_tensors)
+    return refuse("num_tensors", header.num_tensors, expected.num_tensors);
+  if (header.num_bytes != expected.num_bytes)
+    return refuse("num_bytes", header.num_bytes, expected.num_bytes);
+  if (header.shape_hash != expected.shape_hash)
+    return refuse("shape_hash", header.shape_hash, expected.shape_hash);
   return WeightAssembler(weights, expected.num_bytes);
 }
 
@@ -123,8 +130,8 @@ absl::Status WeightAssembler::add(const WeightPiece& piece) {
     offset_ = 0;
   }
   const auto refuse = [&](const char* field, int64_t value, const std::string& wanted) {
-    return absl::DataLossError(absl::StrCat("weight stream: piece at byte ", received_bytes_, ": ", field, ": ", value,
-                                            ", expected ", wanted));
+    return absl::DataLossError(absl::StrCat("weight stream: piece at byte ", received_bytes_, ": ", field,
+                                            ": ", value, ", expected ", wanted));
   };
   const int64_t size = static_cast<int64_t>(piece.data.size());
   if (tensor_ == entries.size()) return refuse("tensor_index", piece.tensor_index, "no more pieces");
@@ -144,7 +151,8 @@ absl::Status WeightAssembler::add(const WeightPiece& piece) {
 
 absl::Status WeightAssembler::finish(uint32_t crc32c) {
   if (received_bytes_ != num_bytes_) {
-    return absl::DataLossError(absl::StrCat("weight stream: ", received_bytes_, " bytes, expected ", num_bytes_));
+    return absl::DataLossError(
+        absl::StrCat("weight stream: ", received_bytes_, " bytes, expected ", num_bytes_));
   }
   if (crc32c != crc32c_) {
     return absl::DataLossError(absl::StrCat("weight stream: crc32c: ", crc32c, " in the trailer, ", crc32c_,

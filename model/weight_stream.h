@@ -1,5 +1,6 @@
-// A set of weights as a stream of bytes in one order that both ends know: how a learner's weights reach rollout engines.
-// Every parameter in visit_parameters' order, its elements in memory order, little-endian, in pieces of at most 1 MiB.
+// A set of weights as a stream of bytes in one order that both ends know: how a learner's weights reach
+// rollout engines. Every parameter in visit_parameters' order, its elements in memory order, little-endian,
+// in pieces of at most 1 MiB.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +17,13 @@ constexpr int64_t kWeightPieceBytes = 1 << 20;
 
 // What the receiver checks before it takes a byte.
 struct WeightStreamHeader {
-  int64_t num_bytes = 0;    // of all pieces
+  int64_t num_bytes = 0;  // of all pieces
   int64_t num_tensors = 0;
-  uint64_t shape_hash = 0;  // of all names, shapes and dtypes in order: differs when the two sides run different models
+  uint64_t shape_hash = 0;  // see shape_hash(): differs when the two sides run different models
 };
 
-// Of weights whose matrices travel in `matrices` (f32 or bf16); islands always travel as f32.
+// Of all names, shapes and dtypes in order, where matrices travel in `matrices` (f32 or bf16); islands always
+// travel as f32.
 uint64_t shape_hash(const std::vector<WeightStore::Entry>& entries, kernels::DType matrices);
 WeightStreamHeader weight_stream_header(const WeightStore& weights, kernels::DType matrices);
 
@@ -31,12 +33,14 @@ struct WeightPiece {
   std::string_view data;  // valid until the next call of next()
 };
 
-// Walks over weights, which outlive it and do not change meanwhile. Matrices of another dtype than `matrices` are
-// converted piece by piece (f32 to bf16 rounds to nearest even, as the trainer's own copy does). One thread.
+// Walks over weights, which outlive it and do not change meanwhile. Matrices of another dtype than `matrices`
+// are converted piece by piece (f32 to bf16 rounds to nearest even, as the trainer's own copy does). One
+// thread.
 class WeightPieces {
  public:
-  WeightPieces(const WeightStore& weights, kernels::DType matrices) : weights_(weights), matrices_(matrices) {}
-  bool next(WeightPiece* piece);              // false: no more
+  WeightPieces(const WeightStore& weights, kernels::DType matrices)
+      : weights_(weights), matrices_(matrices) {}
+  bool next(WeightPiece* piece);               // false: no more
   uint32_t crc32c() const { return crc32c_; }  // of the pieces so far, in order
 
  private:
@@ -48,8 +52,9 @@ class WeightPieces {
   uint32_t crc32c_ = 0;
 };
 
-// The other end: fills `weights` (of WeightStore::create_weights; it outlives the assembler) from a stream. Nothing is
-// usable before finish() is OK; after any error the contents are undefined and the assembler is done. One thread.
+// The other end: fills `weights` (of WeightStore::create_weights; it outlives the assembler) from a stream.
+// Nothing is usable before finish() is OK; after any error the contents are undefined and the assembler is
+// done. One thread.
 class WeightAssembler {
  public:
   // FailedPrecondition: the header belongs to other weights than these.

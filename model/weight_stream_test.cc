@@ -1,5 +1,5 @@
-// Goal: weights that travel arrive bit for bit, converted or not; a stream that is cut, reordered, altered or of another
-// model is refused by name.
+// Goal: weights that travel arrive bit for bit, converted or not; a stream that is cut, reordered, altered or
+// of another model is refused by name.
 #include "model/weight_stream.h"
 
 #include <cstring>
@@ -14,13 +14,27 @@ namespace {
 using kernels::DType;
 
 ModelConfig small_config(int64_t hidden) {
-  const nlohmann::ordered_json json = {
-      {"model_type", "glm4_moe_lite"}, {"vocab_size", 9000}, {"hidden_size", hidden}, {"intermediate_size", 56},
-      {"moe_intermediate_size", 24}, {"num_hidden_layers", 2}, {"n_routed_experts", 4}, {"num_experts_per_tok", 2},
-      {"n_shared_experts", 1}, {"first_k_dense_replace", 1}, {"routed_scaling_factor", 1.5},
-      {"max_position_embeddings", 64}, {"rms_norm_eps", 1e-5}, {"dtype", "float32"}, {"eos_token_id", 1},
-      {"num_attention_heads", 2}, {"q_lora_rank", 20}, {"kv_lora_rank", 24}, {"qk_nope_head_dim", 12},
-      {"qk_rope_head_dim", 4}, {"v_head_dim", 10}};
+  const nlohmann::ordered_json json = {{"model_type", "glm4_moe_lite"},
+                                       {"vocab_size", 9000},
+                                       {"hidden_size", hidden},
+                                       {"intermediate_size", 56},
+                                       {"moe_intermediate_size", 24},
+                                       {"num_hidden_layers", 2},
+                                       {"n_routed_experts", 4},
+                                       {"num_experts_per_tok", 2},
+                                       {"n_shared_experts", 1},
+                                       {"first_k_dense_replace", 1},
+                                       {"routed_scaling_factor", 1.5},
+                                       {"max_position_embeddings", 64},
+                                       {"rms_norm_eps", 1e-5},
+                                       {"dtype", "float32"},
+                                       {"eos_token_id", 1},
+                                       {"num_attention_heads", 2},
+                                       {"q_lora_rank", 20},
+                                       {"kv_lora_rank", 24},
+                                       {"qk_nope_head_dim", 12},
+                                       {"qk_rope_head_dim", 4},
+                                       {"v_head_dim", 10}};
   absl::StatusOr<ModelConfig> config = parse_model_config(json, "test");
   CHECK_OK(config.status());
   return *std::move(config);
@@ -41,14 +55,17 @@ struct Piece {
 std::vector<Piece> pieces_of(const WeightStore& store, DType dtype, uint32_t* crc) {
   WeightPieces walk(store, dtype);
   std::vector<Piece> out;
-  for (WeightPiece piece; walk.next(&piece);) out.push_back({piece.tensor_index, piece.offset, std::string(piece.data)});
+  for (WeightPiece piece; walk.next(&piece);)
+    out.push_back({piece.tensor_index, piece.offset, std::string(piece.data)});
   *crc = walk.crc32c();
   return out;
 }
 
-absl::Status assemble(WeightStore& into, const WeightStreamHeader& header, const std::vector<Piece>& pieces, uint32_t crc) {
+absl::Status assemble(WeightStore& into, const WeightStreamHeader& header, const std::vector<Piece>& pieces,
+                      uint32_t crc) {
   ASSIGN_OR_RETURN(WeightAssembler assembler, WeightAssembler::create(into, header));
-  for (const Piece& piece : pieces) RETURN_IF_ERROR(assembler.add({piece.tensor_index, piece.offset, piece.data}));
+  for (const Piece& piece : pieces)
+    RETURN_IF_ERROR(assembler.add({piece.tensor_index, piece.offset, piece.data}));
   return assembler.finish(crc);
 }
 
@@ -57,7 +74,8 @@ void expect_same_bytes(const WeightStore& a, const WeightStore& b) {
   for (size_t i = 0; i < a.entries().size(); ++i) {
     const Tensor &x = a.entries()[i].tensor, &y = b.entries()[i].tensor;
     ASSERT_EQ(x.bytes(), y.bytes());
-    EXPECT_EQ(std::memcmp(x.raw(), y.raw(), static_cast<size_t>(x.bytes())), 0) << a.entries()[i].parameter.name;
+    EXPECT_EQ(std::memcmp(x.raw(), y.raw(), static_cast<size_t>(x.bytes())), 0)
+        << a.entries()[i].parameter.name;
   }
 }
 
@@ -98,7 +116,8 @@ TEST(WeightStreamTest, RefusesWhatIsNotTheStream) {
   const std::vector<Piece> pieces = pieces_of(sent, DType::kF32, &crc);
   const WeightStreamHeader header = weight_stream_header(sent, DType::kF32);
   ASSERT_GT(pieces.size(), 3u);
-  const auto expect = [&](absl::StatusCode code, const WeightStreamHeader& h, const std::vector<Piece>& p, uint32_t c) {
+  const auto expect = [&](absl::StatusCode code, const WeightStreamHeader& h, const std::vector<Piece>& p,
+                          uint32_t c) {
     const absl::Status status = assemble(got, h, p, c);
     EXPECT_EQ(status.code(), code) << status;
   };
@@ -117,7 +136,8 @@ TEST(WeightStreamTest, RefusesWhatIsNotTheStream) {
   std::vector<Piece> longer = pieces;
   longer[0].data += longer[0].data;
   expect(absl::StatusCode::kDataLoss, header, longer, crc);
-  expect(absl::StatusCode::kFailedPrecondition, weight_stream_header(random_store(48, DType::kF32), DType::kF32), pieces, crc);
+  expect(absl::StatusCode::kFailedPrecondition,
+         weight_stream_header(random_store(48, DType::kF32), DType::kF32), pieces, crc);
   expect(absl::StatusCode::kFailedPrecondition, weight_stream_header(sent, DType::kBf16), pieces, crc);
   expect(absl::StatusCode::kOk, header, pieces, crc);
 }

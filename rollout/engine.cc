@@ -22,21 +22,24 @@ absl::Status check_engine_config(const EngineConfig& config) {
   if (config.max_running < 1) return refuse("max_running", config.max_running, ">= 1");
   if (config.waiting_max < 0) return refuse("waiting_max", config.waiting_max, ">= 0");
   if (config.step_tokens_max < config.max_running) {
-    return refuse("step_tokens_max", config.step_tokens_max, absl::StrCat(">= max_running ", config.max_running));
+    return refuse("step_tokens_max", config.step_tokens_max,
+                  absl::StrCat(">= max_running ", config.max_running));
   }
-  if (config.prefix_sessions_max < 0) return refuse("prefix_sessions_max", config.prefix_sessions_max, ">= 0");
+  if (config.prefix_sessions_max < 0)
+    return refuse("prefix_sessions_max", config.prefix_sessions_max, ">= 0");
   if (config.cache_tokens < 2) return refuse("cache_tokens", config.cache_tokens, ">= 2");
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engine, const model::ModelConfig& config,
-                                                       Weights weights, int32_t policy_version, Metrics& metrics,
-                                                       Logger log) {
+absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engine,
+                                                       const model::ModelConfig& config, Weights weights,
+                                                       int32_t policy_version, Metrics& metrics, Logger log) {
   RETURN_IF_ERROR(check_engine_config(engine));
   const kernels::DType dtype = weights->dtype();
-  std::unique_ptr<Engine> out(new Engine(engine, config, std::move(weights), policy_version, metrics, std::move(log)));
+  std::unique_ptr<Engine> out(
+      new Engine(engine, config, std::move(weights), policy_version, metrics, std::move(log)));
   ASSIGN_OR_RETURN(out->stream_, kernels::Stream::create_cpu(engine.threads));
   ASSIGN_OR_RETURN(out->model_, model::Model::create(config));
   ASSIGN_OR_RETURN(out->cache_,
@@ -57,13 +60,15 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
   return out;
 }
 
-Engine::Engine(const EngineConfig& engine, const model::ModelConfig& config, Weights weights, int32_t policy_version,
-               Metrics& metrics, Logger log)
+Engine::Engine(const EngineConfig& engine, const model::ModelConfig& config, Weights weights,
+               int32_t policy_version, Metrics& metrics, Logger log)
     : config_(engine),
       model_config_(config),
       replay_layout_(model::ReplayLayout::of(config)),
-      // The last id of a sequence is never stored; still the context counts it, so that a trainer can hold it too.
-      max_context_(std::min(config.max_positions, model::pages_for(engine.cache_tokens) * kernels::kPageRows)),
+      // The last id of a sequence is never stored; still the context counts it, so that a trainer can hold it
+      // too.
+      max_context_(
+          std::min(config.max_positions, model::pages_for(engine.cache_tokens) * kernels::kPageRows)),
       metrics_(metrics),
       log_(std::move(log)),
       weights_(std::move(weights)),
@@ -84,7 +89,8 @@ absl::Status Engine::check(const Request& request) const {
     return absl::InvalidArgumentError(absl::StrCat(field, ": ", value, ", expected ", expected));
   };
   if (request.request_id.empty()) return absl::InvalidArgumentError("request_id: empty");
-  if (request.prompt_ids.empty()) return absl::InvalidArgumentError("prompt_ids: empty, expected at least one id");
+  if (request.prompt_ids.empty())
+    return absl::InvalidArgumentError("prompt_ids: empty, expected at least one id");
   const auto check_ids = [&](const char* field, const std::vector<int32_t>& ids) {
     for (size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0 || ids[i] >= model_config_.vocab) {
@@ -99,8 +105,10 @@ absl::Status Engine::check(const Request& request) const {
   const bool temperature_ok = s.temperature == 0.0f || (s.temperature >= 1e-3f && s.temperature <= 100.0f);
   if (!temperature_ok) return refuse("sampling.temperature", s.temperature, "0 or 0.001..100");
   if (s.top_k < 0) return refuse("sampling.top_k", s.top_k, ">= 0");
-  if (!(s.top_p > 0.0f && s.top_p <= 1.0f)) return refuse("sampling.top_p", s.top_p, "more than 0, at most 1");
-  if (!(s.min_p >= 0.0f && s.min_p < 1.0f)) return refuse("sampling.min_p", s.min_p, "at least 0, less than 1");
+  if (!(s.top_p > 0.0f && s.top_p <= 1.0f))
+    return refuse("sampling.top_p", s.top_p, "more than 0, at most 1");
+  if (!(s.min_p >= 0.0f && s.min_p < 1.0f))
+    return refuse("sampling.min_p", s.min_p, "at least 0, less than 1");
   if (s.max_tokens < 1) return refuse("sampling.max_tokens", s.max_tokens, ">= 1");
   if (static_cast<int64_t>(request.prompt_ids.size()) >= max_context_) {
     return absl::OutOfRangeError(absl::StrCat("prompt_ids: ", request.prompt_ids.size(),
@@ -119,13 +127,16 @@ absl::StatusOr<uint64_t> Engine::submit(Request request, std::shared_ptr<Sink> s
   const absl::MutexLock lock(&mutex_);
   if (draining_ || stopping_) return absl::UnavailableError(absl::StrCat(config_.worker_id, ": draining"));
   const std::string& id = generation->request.request_id;
-  if (live_.contains(id)) return absl::AlreadyExistsError(absl::StrCat("request_id: \"", id, "\" is running"));
+  if (live_.contains(id))
+    return absl::AlreadyExistsError(absl::StrCat("request_id: \"", id, "\" is running"));
   if (static_cast<int64_t>(live_.size()) >= config_.max_running + config_.waiting_max) {
-    return absl::ResourceExhaustedError(absl::StrCat(config_.worker_id, ": ", live_.size(), " generations are live"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat(config_.worker_id, ": ", live_.size(), " generations are live"));
   }
   live_.insert(id);
   const uint64_t handle = generation->handle = next_handle_++;
-  commands_.push_back([this, generation = std::move(generation)]() mutable { scheduler_->add(std::move(generation)); });
+  commands_.push_back(
+      [this, generation = std::move(generation)]() mutable { scheduler_->add(std::move(generation)); });
   return handle;
 }
 
@@ -161,7 +172,9 @@ void Engine::drain() {
 }
 
 void Engine::cut_off() {
-  send([this] { end_all(absl::UnavailableError(absl::StrCat(config_.worker_id, ": draining took too long"))); });
+  send([this] {
+    end_all(absl::UnavailableError(absl::StrCat(config_.worker_id, ": draining took too long")));
+  });
 }
 
 bool Engine::wait_idle(absl::Time deadline) const {
@@ -239,19 +252,21 @@ void Engine::swap_weights(Weights weights, int32_t policy_version, absl::Time si
   const double seconds = absl::ToDoubleSeconds(absl::Now() - since);
   metrics_.set(metric::kPolicyVersion, policy_version, {"rollout"});
   metrics_.observe(metric::kWeightSyncSeconds, seconds);
-  log_->info("policy version {} after {:.3f} s, {} generations go on", policy_version, seconds, scheduler_->running());
+  log_->info("policy version {} after {:.3f} s, {} generations go on", policy_version, seconds,
+             scheduler_->running());
 }
 
 void Engine::expire(absl::Time now) {
   std::vector<std::pair<uint64_t, int32_t>> late;
   scheduler_->visit([&](const Generation& generation) {
-    if (generation.request.deadline <= now) late.push_back({generation.handle, generation.request.min_policy_version});
+    if (generation.request.deadline <= now)
+      late.push_back({generation.handle, generation.request.min_policy_version});
   });
   for (const auto& [handle, version] : late) {
-    end(handle, absl::DeadlineExceededError(
-                    version > policy_version_
-                        ? absl::StrCat("min_policy_version: ", version, ", the engine is still at ", policy_version_)
-                        : std::string("the deadline passed")));
+    end(handle, absl::DeadlineExceededError(version > policy_version_
+                                                ? absl::StrCat("min_policy_version: ", version,
+                                                               ", the engine is still at ", policy_version_)
+                                                : std::string("the deadline passed")));
   }
 }
 
@@ -267,7 +282,8 @@ void Engine::step(const std::vector<Piece>& pieces) {
     if (!g.request.capture.any()) continue;
     capture = true;
     // Rows that are computed again, by other weights perhaps, replace those of before.
-    if (!g.replay || g.replay->next_row() != g.rows) g.replay.emplace(replay_layout_, g.request.capture, g.rows);
+    if (!g.replay || g.replay->next_row() != g.rows)
+      g.replay.emplace(replay_layout_, g.request.capture, g.rows);
   }
   const absl::StatusOr<model::PreparedBatch> prepared =
       model::prepare_batch(model_config_, batch, cache_.get(), *arena_, *stream_);
@@ -306,12 +322,19 @@ void Engine::sample(const std::vector<Piece>& pieces, const Tensor& hidden, mode
     std::copy_n(hidden.row(rows[static_cast<size_t>(i)]), hidden.size(1), last.row(i));
     const Generation& g = *drawing[static_cast<size_t>(i)];
     const Sampling& s = g.request.sampling;
-    sampling.push_back({.temperature = s.temperature, .top_k = s.top_k, .top_p = s.top_p, .min_p = s.min_p,
-                        .seed = s.seed, .counter = static_cast<uint64_t>(g.tokens())});
+    sampling.push_back({.temperature = s.temperature,
+                        .top_k = s.top_k,
+                        .top_p = s.top_p,
+                        .min_p = s.min_p,
+                        .seed = s.seed,
+                        .counter = static_cast<uint64_t>(g.tokens())});
   }
   const Tensor logits = model_->logits(weights_->tensors(), last, step);
   const Tensor ids = step.ints({count}), logprobs = step.alloc({count}), truncated = step.ints({count});
-  kernels::launch(kernels::Sampling{.logits = logits, .rows = sampling.data(), .tokens = ids, .logprob = logprobs,
+  kernels::launch(kernels::Sampling{.logits = logits,
+                                    .rows = sampling.data(),
+                                    .tokens = ids,
+                                    .logprob = logprobs,
                                     .truncated = truncated},
                   *stream_);
   const absl::Time now = absl::Now();
@@ -324,14 +347,16 @@ void Engine::sample(const std::vector<Piece>& pieces, const Tensor& hidden, mode
 
 void Engine::deliver(Generation& g, int32_t id, float logprob, bool truncated, absl::Time now) {
   if (id < 0) {
-    log_->error("request {}: the logits of token {} are not finite numbers (policy version {})", g.request.request_id,
-                g.tokens(), policy_version_);
-    end(g.handle, absl::DataLossError(absl::StrCat("the logits of token ", g.tokens(), " are not finite numbers")));
+    log_->error("request {}: the logits of token {} are not finite numbers (policy version {})",
+                g.request.request_id, g.tokens(), policy_version_);
+    end(g.handle,
+        absl::DataLossError(absl::StrCat("the logits of token ", g.tokens(), " are not finite numbers")));
     return;
   }
   if (g.sampled() == 0) {
     metrics_.observe(metric::kTimeToFirstToken, absl::ToDoubleSeconds(now - g.arrived));
-    if (g.cached_tokens > 0) metrics_.add(metric::kPrefixCacheHitTokens, static_cast<double>(g.cached_tokens));
+    if (g.cached_tokens > 0)
+      metrics_.add(metric::kPrefixCacheHitTokens, static_cast<double>(g.cached_tokens));
   } else {
     metrics_.observe(metric::kInterToken, absl::ToDoubleSeconds(now - g.last_token));
   }
@@ -357,7 +382,8 @@ void Engine::end(uint64_t handle, const absl::Status& error) {
 }
 
 void Engine::end(uint64_t handle, FinishReason reason) {
-  std::unique_ptr<Generation> g = scheduler_->remove(handle, /*keep_prefix=*/reason != FinishReason::kAborted);
+  std::unique_ptr<Generation> g =
+      scheduler_->remove(handle, /*keep_prefix=*/reason != FinishReason::kAborted);
   if (g == nullptr) return;
   Finished finished{.reason = reason,
                     .prompt_tokens = static_cast<int64_t>(g->request.prompt_ids.size()),
@@ -366,7 +392,8 @@ void Engine::end(uint64_t handle, FinishReason reason) {
   if (g->replay) {
     finished.replay = g->replay->finish();
     metrics_.add(metric::kReplayBytes, static_cast<double>(finished.replay->experts.size()), {"experts"});
-    metrics_.add(metric::kReplayBytes, static_cast<double>(finished.replay->selections.size()), {"selections"});
+    metrics_.add(metric::kReplayBytes, static_cast<double>(finished.replay->selections.size()),
+                 {"selections"});
     metrics_.add(metric::kReplayRawBytes, static_cast<double>(finished.replay->raw_bytes));
   }
   tell(std::move(g), std::move(finished));

@@ -1,5 +1,5 @@
-// The generation engine: one thread that owns model, cache and memory, and samples for many requests at once. Weights change
-// between forward passes; what is running goes on.
+// The generation engine: one thread that owns model, cache and memory, and samples for many requests at once.
+// Weights change between forward passes; what is running goes on.
 #pragma once
 
 #include <deque>
@@ -26,11 +26,11 @@ namespace slipstream::rollout {
 struct EngineConfig {
   std::string worker_id = "worker-0";  // the label of its metrics
   int threads = 2;
-  int64_t max_running = 64;        // sequences in a forward pass
-  int64_t waiting_max = 1024;      // requests beyond those
-  int64_t step_tokens_max = 512;   // rows of a forward pass, >= max_running
-  int64_t cache_tokens = 65536;    // rows of the cache, over all sequences
-  int64_t prefix_sessions_max = 64;  // sequences kept for the next request of their session
+  int64_t max_running = 64;          // sequences in a forward pass
+  int64_t waiting_max = 1024;        // requests beyond those
+  int64_t step_tokens_max = 512;     // rows of a forward pass, >= max_running
+  int64_t cache_tokens = 65536;      // rows of the cache, over all sequences
+  int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
   bool weight_panels = true;  // a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
 };
@@ -41,7 +41,7 @@ struct EngineStatus {
   int32_t policy_version = 0;
   int64_t generated_tokens = 0;
   int64_t preemptions = 0;
-  double idle_seconds = 0.0;     // with nothing to run
+  double idle_seconds = 0.0;  // with nothing to run
   bool draining = false;
   int64_t prefix_sessions = 0;
   model::CacheUsage cache;
@@ -53,22 +53,23 @@ class Engine {
   using Weights = std::shared_ptr<const model::WeightStore>;
 
   // weights are those of `config`. InvalidArgument names the field of EngineConfig.
-  static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine, const model::ModelConfig& config,
-                                                        Weights weights, int32_t policy_version, Metrics& metrics,
-                                                        Logger log);
+  static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine,
+                                                        const model::ModelConfig& config, Weights weights,
+                                                        int32_t policy_version, Metrics& metrics, Logger log);
   ~Engine();
 
-  // Takes a request and returns its handle; from then on the sink will be told. On an error it is not: INVALID_ARGUMENT
-  // (names the field), OUT_OF_RANGE (the prompt leaves no room: max_context()), ALREADY_EXISTS (request_id is live),
-  // RESOURCE_EXHAUSTED (max_running + waiting_max are live), UNAVAILABLE (draining).
+  // Takes a request and returns its handle; from then on the sink will be told. On an error it is not:
+  // INVALID_ARGUMENT (names the field), OUT_OF_RANGE (the prompt leaves no room: max_context()),
+  // ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED (max_running + waiting_max are live), UNAVAILABLE
+  // (draining).
   absl::StatusOr<uint64_t> submit(Request request, std::shared_ptr<Sink> sink);
   // Ends it with CANCELLED and frees its memory; nothing when it is over.
   void cancel(uint64_t handle);
   // Ends a session's generations with kAborted and forgets its prefix.
   void abort_session(std::string session_id);
 
-  // Runs on these weights from the next pass on, unless policy_version is not newer. since: when they were asked for, for
-  // slipstream_weight_sync_seconds. The engine drops the pointer once newer ones come.
+  // Runs on these weights from the next pass on, unless policy_version is not newer. since: when they were
+  // asked for, for slipstream_weight_sync_seconds. The engine drops the pointer once newer ones come.
   void offer_weights(Weights weights, int32_t policy_version, absl::Time since = absl::Now());
 
   // No new requests from now on.
@@ -84,8 +85,8 @@ class Engine {
 
  private:
   using Command = absl::AnyInvocable<void()>;  // runs on the engine's thread
-  Engine(const EngineConfig& engine, const model::ModelConfig& config, Weights weights, int32_t policy_version,
-         Metrics& metrics, Logger log);
+  Engine(const EngineConfig& engine, const model::ModelConfig& config, Weights weights,
+         int32_t policy_version, Metrics& metrics, Logger log);
   absl::Status check(const Request& request) const;
   void send(Command command) ABSL_LOCKS_EXCLUDED(mutex_);
   void run() noexcept;

@@ -25,8 +25,8 @@ GatewayClient::GatewayClient(const std::string& address, absl::Duration timeout)
     : impl_(new Impl{v1::Workers::NewStub(rpc::dial(address)), timeout}) {}
 GatewayClient::~GatewayClient() = default;
 
-absl::StatusOr<absl::Duration> GatewayClient::register_worker(const WorkerIdentity& worker, int32_t policy_version,
-                                                              std::stop_token stop) {
+absl::StatusOr<absl::Duration> GatewayClient::register_worker(const WorkerIdentity& worker,
+                                                              int32_t policy_version, std::stop_token stop) {
   v1::RegisterRequest request;
   request.set_worker_id(worker.worker_id);
   request.set_address(worker.address);
@@ -35,11 +35,13 @@ absl::StatusOr<absl::Duration> GatewayClient::register_worker(const WorkerIdenti
   request.set_max_context(static_cast<int32_t>(worker.max_context));
   request.set_start_time_us(worker.start_time_us);
   v1::RegisterResponse response;
-  RETURN_IF_ERROR(impl_->call(stop, [&](auto* context) { return impl_->stub->Register(context, request, &response); }));
+  RETURN_IF_ERROR(
+      impl_->call(stop, [&](auto* context) { return impl_->stub->Register(context, request, &response); }));
   return absl::Milliseconds(std::clamp(response.heartbeat_ms(), 10, 60'000));
 }
 
-absl::Status GatewayClient::heartbeat(const WorkerIdentity& worker, const Heartbeat& beat, std::stop_token stop) {
+absl::Status GatewayClient::heartbeat(const WorkerIdentity& worker, const Heartbeat& beat,
+                                      std::stop_token stop) {
   v1::HeartbeatRequest request;
   request.set_worker_id(worker.worker_id);
   request.set_start_time_us(worker.start_time_us);
@@ -49,7 +51,8 @@ absl::Status GatewayClient::heartbeat(const WorkerIdentity& worker, const Heartb
   request.set_generated_tokens(beat.generated_tokens);
   request.set_idle_seconds(beat.idle_seconds);
   v1::HeartbeatResponse response;
-  return impl_->call(stop, [&](auto* context) { return impl_->stub->Heartbeat(context, request, &response); });
+  return impl_->call(stop,
+                     [&](auto* context) { return impl_->stub->Heartbeat(context, request, &response); });
 }
 
 absl::Status GatewayClient::unregister(const WorkerIdentity& worker) {

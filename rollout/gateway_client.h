@@ -33,7 +33,8 @@ class GatewayClient {
   ~GatewayClient();
 
   // How often the gateway wants to hear.
-  absl::StatusOr<absl::Duration> register_worker(const WorkerIdentity& worker, int32_t policy_version, std::stop_token stop);
+  absl::StatusOr<absl::Duration> register_worker(const WorkerIdentity& worker, int32_t policy_version,
+                                                 std::stop_token stop);
   // NOT_FOUND: the gateway does not know this worker (it restarted).
   absl::Status heartbeat(const WorkerIdentity& worker, const Heartbeat& beat, std::stop_token stop);
   absl::Status unregister(const WorkerIdentity& worker);

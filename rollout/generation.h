@@ -20,7 +20,7 @@ struct Generation {
   int64_t rows = 0;
   int32_t oldest_version = 0;  // of the stored rows; nothing while rows == 0
 
-  bool admitted = false;       // has run before: the prefix cache was asked
+  bool admitted = false;  // has run before: the prefix cache was asked
   int64_t cached_tokens = 0;
   std::optional<model::ReplayEncoder> replay;
   absl::Time arrived, last_token;

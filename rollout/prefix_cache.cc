@@ -22,7 +22,8 @@ void PrefixCache::put(const std::string& session_id, Entry entry) {
   by_session_[session_id] = by_use_.insert(by_use_.end(), Held{session_id, std::move(entry)});
 }
 
-std::optional<PrefixCache::Entry> PrefixCache::take(const std::string& session_id, const std::vector<int32_t>& prompt) {
+std::optional<PrefixCache::Entry> PrefixCache::take(const std::string& session_id,
+                                                    const std::vector<int32_t>& prompt) {
   const auto it = by_session_.find(session_id);
   if (it == by_session_.end()) return std::nullopt;
   if (!extends(prompt, it->second->entry.ids)) {

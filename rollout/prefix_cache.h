@@ -27,8 +27,8 @@ class PrefixCache {
 
   // Replaces what the session had.
   void put(const std::string& session_id, Entry entry);
-  // Hands over the session's sequence when `prompt` goes on from it, with at least one more id. A prompt that differs
-  // earlier frees it: recurrent states cannot go back.
+  // Hands over the session's sequence when `prompt` goes on from it, with at least one more id. A prompt that
+  // differs earlier frees it: recurrent states cannot go back.
   std::optional<Entry> take(const std::string& session_id, const std::vector<int32_t>& prompt);
   void erase(const std::string& session_id);
   bool evict_oldest();  // false: empty

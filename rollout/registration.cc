@@ -12,7 +12,8 @@ constexpr absl::Duration kRetryMin = absl::Milliseconds(100), kRetryMax = absl::
 
 }  // namespace
 
-Registration::Registration(const std::string& gateway_address, WorkerIdentity worker, Engine& engine, Logger log)
+Registration::Registration(const std::string& gateway_address, WorkerIdentity worker, Engine& engine,
+                           Logger log)
     : worker_(std::move(worker)),
       engine_(engine),
       log_(std::move(log)),
@@ -46,9 +47,12 @@ void Registration::run(std::stop_token stop) noexcept {
     }
     absl::Status status;
     if (registered_) {
-      status = client_.heartbeat(worker_, {.policy_version = engine.policy_version, .running = engine.running,
-                                           .waiting = engine.waiting, .generated_tokens = engine.generated_tokens,
-                                           .idle_seconds = engine.idle_seconds},
+      status = client_.heartbeat(worker_,
+                                 {.policy_version = engine.policy_version,
+                                  .running = engine.running,
+                                  .waiting = engine.waiting,
+                                  .generated_tokens = engine.generated_tokens,
+                                  .idle_seconds = engine.idle_seconds},
                                  stop);
       if (absl::IsNotFound(status)) {
         log_->info("the gateway does not know this worker: registering again");
@@ -56,7 +60,8 @@ void Registration::run(std::stop_token stop) noexcept {
         continue;
       }
     } else if (!engine.draining) {
-      const absl::StatusOr<absl::Duration> wanted = client_.register_worker(worker_, engine.policy_version, stop);
+      const absl::StatusOr<absl::Duration> wanted =
+          client_.register_worker(worker_, engine.policy_version, stop);
       status = wanted.status();
       if (wanted.ok()) {
         registered_ = true;

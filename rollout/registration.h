@@ -1,5 +1,5 @@
-// Keeps a worker known to the gateway: registers, sends heartbeats, registers again when the gateway has restarted, keeps
-// trying while it is away.
+// Keeps a worker known to the gateway: registers, sends heartbeats, registers again when the gateway has
+// restarted, keeps trying while it is away.
 #pragma once
 
 #include <thread>
@@ -12,7 +12,8 @@ namespace slipstream::rollout {
 
 class Registration {
  public:
-  // Starts its thread. The engine outlives it. Once the engine drains and is idle, the worker unregisters by itself.
+  // Starts its thread. The engine outlives it. Once the engine drains and is idle, the worker unregisters by
+  // itself.
   Registration(const std::string& gateway_address, WorkerIdentity worker, Engine& engine, Logger log);
   ~Registration();  // without a word to the gateway, as when the process dies
   // Ends the heartbeats and unregisters, if that has not happened. Once, from one thread.

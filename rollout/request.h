@@ -23,12 +23,12 @@ struct Sampling {
 };
 
 struct Request {
-  std::string request_id;    // not empty; no two live requests share one
-  std::string session_id;    // what the prefix cache keeps the sequence under; empty: not kept
+  std::string request_id;           // not empty; no two live requests share one
+  std::string session_id;           // what the prefix cache keeps the sequence under; empty: not kept
   std::vector<int32_t> prompt_ids;  // the whole context; at least one
   Sampling sampling;
   std::vector<int32_t> stop_ids;
-  int32_t min_policy_version = 0;   // wait for weights at least this new
+  int32_t min_policy_version = 0;  // wait for weights at least this new
   model::ReplayKinds capture;
   absl::Time deadline = absl::InfiniteFuture();
 };
@@ -36,10 +36,10 @@ struct Request {
 // One sampled token.
 struct SampledToken {
   int32_t id = 0;
-  float logprob = 0.0f;          // over the whole vocabulary
-  int32_t policy_version = 0;    // of the weights that produced it
-  int32_t context_version = 0;   // the oldest weights that any cached row it attended to was computed with
-  bool truncated = false;        // top-k, top-p, min-p or temperature 0 changed the distribution it came from
+  float logprob = 0.0f;         // over the whole vocabulary
+  int32_t policy_version = 0;   // of the weights that produced it
+  int32_t context_version = 0;  // the oldest weights that any cached row it attended to was computed with
+  bool truncated = false;       // top-k, top-p, min-p or temperature 0 changed the distribution it came from
 };
 
 enum class FinishReason { kStop, kLength, kAborted };
@@ -51,14 +51,14 @@ struct Finished {
   std::optional<model::EncodedReplay> replay;
 };
 
-// Receives a generation: token() for each token, then finished() once, and nothing after it. Called on the engine's thread:
-// must return at once and may call the engine.
+// Receives a generation: token() for each token, then finished() once, and nothing after it. Called on the
+// engine's thread: must return at once and may call the engine.
 class Sink {
  public:
   virtual ~Sink() = default;
   virtual void token(const SampledToken& token) = 0;
-  // Errors: DEADLINE_EXCEEDED; CANCELLED (Engine::cancel); DATA_LOSS (the logits are not finite numbers); UNAVAILABLE (the
-  // engine shuts down: go on elsewhere).
+  // Errors: DEADLINE_EXCEEDED; CANCELLED (Engine::cancel); DATA_LOSS (the logits are not finite numbers);
+  // UNAVAILABLE (the engine shuts down: go on elsewhere).
   virtual void finished(absl::StatusOr<Finished> result) = 0;
 };
 

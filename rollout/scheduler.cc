@@ -50,7 +50,8 @@ std::unique_ptr<Generation> Scheduler::remove(uint64_t handle, bool keep_prefix)
     if (it == list->end()) continue;
     std::unique_ptr<Generation> generation = std::move(it->second);
     list->erase(it);
-    if (keep_prefix && generation->cache_id >= 0 && generation->rows > 0 && !generation->request.session_id.empty()) {
+    if (keep_prefix && generation->cache_id >= 0 && generation->rows > 0 &&
+        !generation->request.session_id.empty()) {
       std::vector<int32_t> ids(generation->ids.begin(), generation->ids.begin() + generation->rows);
       prefixes_.put(generation->request.session_id,
                     {std::move(ids), std::exchange(generation->cache_id, -1), generation->oldest_version});
@@ -102,7 +103,8 @@ bool Scheduler::fits(const Generation& generation) const {
 void Scheduler::start(Generation& generation) {
   if (!generation.admitted) {
     generation.admitted = true;
-    if (std::optional<PrefixCache::Entry> entry = prefixes_.take(generation.request.session_id, generation.ids)) {
+    if (std::optional<PrefixCache::Entry> entry =
+            prefixes_.take(generation.request.session_id, generation.ids)) {
       generation.cache_id = entry->cache_id;
       generation.rows = generation.cached_tokens = static_cast<int64_t>(entry->ids.size());
       generation.oldest_version = entry->oldest_version;

@@ -29,17 +29,17 @@ struct Piece {
   bool samples() const { return count == generation->pending(); }
 };
 
-// Owns the generations and their places in the cache. Waiting ones are admitted in order of arrival, except those that
-// need newer weights, which hold up nobody. When memory runs out, kept prefixes go first, then the youngest running
-// generation waits again, to be recomputed from its ids. One thread.
+// Owns the generations and their places in the cache. Waiting ones are admitted in order of arrival, except
+// those that need newer weights, which hold up nobody. When memory runs out, kept prefixes go first, then the
+// youngest running generation waits again, to be recomputed from its ids. One thread.
 class Scheduler {
  public:
   // The cache outlives it and has max_running + prefix_sessions_max sequences.
   Scheduler(const SchedulerLimits& limits, OnUpdate on_update, model::Cache& cache);
 
   void add(std::unique_ptr<Generation> generation);
-  // The pieces of the next pass: single tokens first, then prefills, with room in the cache. Empty: nothing can run.
-  // Pointers are good until the next call of anything else but stored().
+  // The pieces of the next pass: single tokens first, then prefills, with room in the cache. Empty: nothing
+  // can run. Pointers are good until the next call of anything else but stored().
   std::vector<Piece> plan(int32_t policy_version);
   // A pass with weights of this version has computed the piece's rows.
   static void stored(const Piece& piece, int32_t policy_version);

@@ -26,13 +26,15 @@ class WeightReceiver::Pool : public std::enable_shared_from_this<Pool> {
       }
     }
     if (store == nullptr) {
-      ASSIGN_OR_RETURN(model::WeightStore created, model::WeightStore::create_weights(config_, dtype_, with_mtp_));
+      ASSIGN_OR_RETURN(model::WeightStore created,
+                       model::WeightStore::create_weights(config_, dtype_, with_mtp_));
       store = std::make_unique<model::WeightStore>(std::move(created));
     }
-    return std::shared_ptr<model::WeightStore>(store.release(), [pool = shared_from_this()](model::WeightStore* back) {
-      const absl::MutexLock lock(&pool->mutex_);
-      pool->spare_.emplace_back(back);
-    });
+    return std::shared_ptr<model::WeightStore>(store.release(),
+                                               [pool = shared_from_this()](model::WeightStore* back) {
+                                                 const absl::MutexLock lock(&pool->mutex_);
+                                                 pool->spare_.emplace_back(back);
+                                               });
   }
 
  private:
@@ -89,8 +91,8 @@ absl::Status WeightReceiver::fetch(std::stop_token stop, bool* began) {
     *began = true;
     since = absl::Now();
     if (version <= policy_version_) {
-      return absl::FailedPreconditionError(absl::StrCat("weight stream: policy_version: ", version, ", expected more than ",
-                                                        policy_version_));
+      return absl::FailedPreconditionError(
+          absl::StrCat("weight stream: policy_version: ", version, ", expected more than ", policy_version_));
     }
     policy_version = version;
     ASSIGN_OR_RETURN(store, pool_->take());

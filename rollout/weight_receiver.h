@@ -22,14 +22,16 @@ struct WeightReceiverConfig {
   absl::Duration retry_max = absl::Seconds(5);
 };
 
-// Weights are assembled beside those in use and offered when complete and checked; a stream that breaks leaves nothing
-// behind and is asked for again with back-off. Memory: two sets of weights, a third while the engine has not taken the last.
+// Weights are assembled beside those in use and offered when complete and checked; a stream that breaks
+// leaves nothing behind and is asked for again with back-off. Memory: two sets of weights, a third while the
+// engine has not taken the last.
 class WeightReceiver {
  public:
-  // Starts its thread. policy_version: of `weights`, which the engine runs on and whose kind new ones must be. The engine
-  // outlives it.
-  WeightReceiver(WeightReceiverConfig config, const model::ModelConfig& model_config, const model::WeightStore& weights,
-                 int32_t policy_version, Engine& engine, Metrics& metrics, Logger log);
+  // Starts its thread. policy_version: of `weights`, which the engine runs on and whose kind new ones must
+  // be. The engine outlives it.
+  WeightReceiver(WeightReceiverConfig config, const model::ModelConfig& model_config,
+                 const model::WeightStore& weights, int32_t policy_version, Engine& engine, Metrics& metrics,
+                 Logger log);
   ~WeightReceiver();
 
  private:

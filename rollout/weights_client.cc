@@ -29,7 +29,8 @@ absl::Status take(const v1::WeightChunk& chunk, Stage* stage, const WeightsClien
   }
   if (chunk.has_piece() && *stage == Stage::kPieces) {
     const v1::WeightPiece& piece = chunk.piece();
-    return handler.piece({.tensor_index = piece.tensor_index(), .offset = piece.offset(), .data = piece.data()});
+    return handler.piece(
+        {.tensor_index = piece.tensor_index(), .offset = piece.offset(), .data = piece.data()});
   }
   if (chunk.has_trailer() && *stage == Stage::kPieces) {
     *stage = Stage::kOver;

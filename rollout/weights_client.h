@@ -29,8 +29,8 @@ class WeightsClient {
     std::string dtype;
     absl::Time deadline;
   };
-  // Blocks until the stream ends, the deadline passes (DEADLINE_EXCEEDED) or stop is requested (CANCELLED). DATA_LOSS: not
-  // one header, pieces, one trailer.
+  // Blocks until the stream ends, the deadline passes (DEADLINE_EXCEEDED) or stop is requested (CANCELLED).
+  // DATA_LOSS: not one header, pieces, one trailer.
   absl::Status fetch(const Ask& ask, std::stop_token stop, const Handler& handler);
 
  private:

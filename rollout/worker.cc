@@ -38,6 +38,7 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read("waiting_max", &c.engine.waiting_max, 0, 1'000'000);
   rollout.read("step_tokens_max", &c.engine.step_tokens_max, 1, 1 << 20);
   rollout.read("cache_tokens", &c.engine.cache_tokens, 2, int64_t{1} << 32);
+  c.engine.prefix_sessions_max = c.engine.max_running;  // as many sessions between turns as in them
   rollout.read("prefix_sessions_max", &c.engine.prefix_sessions_max, 0, 1'000'000);
   rollout.read_choice("on_update", &c.engine.on_update,
                       {{"recompute", OnUpdate::kRecompute}, {"keep", OnUpdate::kKeep}});
@@ -46,7 +47,8 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read("weights_poll_ms", &c.weights_poll_ms, 100);
   if (c.engine.worker_id.empty()) rollout.fail("worker_id", "\"\", expected a name");
   if (c.engine.step_tokens_max < c.engine.max_running) {
-    rollout.fail("step_tokens_max", absl::StrCat(c.engine.step_tokens_max, ", expected >= max_running ", c.engine.max_running));
+    rollout.fail("step_tokens_max",
+                 absl::StrCat(c.engine.step_tokens_max, ", expected >= max_running ", c.engine.max_running));
   }
   return c;
 }
@@ -58,8 +60,10 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
   auto impl = std::make_unique<Impl>();
   impl->config = config;
   impl->log = log;
-  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(config.engine.threads));
-  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(config.model_path, config.dtype, *stream));
+  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream,
+                   kernels::Stream::create_cpu(config.engine.threads));
+  ASSIGN_OR_RETURN(model::LoadedWeights loaded,
+                   model::load_weights(config.model_path, config.dtype, *stream));
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   ASSIGN_OR_RETURN(impl->engine,
                    Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log));

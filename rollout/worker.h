@@ -21,24 +21,25 @@ class Worker {
     // rollout:
     EngineConfig engine;
     std::string address = "127.0.0.1:0";
-    std::string advertised_host;     // what the gateway dials instead of address's host; empty: that host
-    std::string gateway_address;     // empty: not registered anywhere
-    std::string learner_address;     // empty: no new weights
+    std::string advertised_host;  // what the gateway dials instead of address's host; empty: that host
+    std::string gateway_address;  // empty: not registered anywhere
+    std::string learner_address;  // empty: no new weights
     int drain_timeout_ms = 30'000;
-    int weights_poll_ms = 120'000;   // of one weight call, waiting and transfer
+    int weights_poll_ms = 120'000;  // of one weight call, waiting and transfer
 
     // Reads both sections; errors are found by root.finish().
     static Config from(ConfigNode root);
   };
 
-  // Loads the checkpoint as policy version 0 and starts everything. Does not wait for gateway or learner. Errors: those of
-  // load_weights, Engine::create, and UNAVAILABLE when the address cannot be bound.
+  // Loads the checkpoint as policy version 0 and starts everything. Does not wait for gateway or learner.
+  // Errors: those of load_weights, Engine::create, and UNAVAILABLE when the address cannot be bound.
   static absl::StatusOr<std::unique_ptr<Worker>> start(const Config& config, Metrics& metrics, Logger log);
   ~Worker();
 
   std::string address() const;  // as bound
   Engine& engine();
-  // Takes no new generations, lets running ones end until the deadline, cuts the rest off (UNAVAILABLE), unregisters. Once.
+  // Takes no new generations, lets running ones end until the deadline, cuts the rest off (UNAVAILABLE),
+  // unregisters. Once.
   void drain(absl::Time deadline);
   // True once a peer asked for the drain, or drain() was called.
   bool draining() const;

@@ -45,9 +45,15 @@ void encode(const SampledToken& token, v1::GenerateEvent* event) {
 
 void encode(Finished finished, v1::Finished* out) {
   switch (finished.reason) {
-    case FinishReason::kStop: out->set_reason(v1::FINISH_REASON_STOP); break;
-    case FinishReason::kLength: out->set_reason(v1::FINISH_REASON_LENGTH); break;
-    case FinishReason::kAborted: out->set_reason(v1::FINISH_REASON_ABORTED); break;
+    case FinishReason::kStop:
+      out->set_reason(v1::FINISH_REASON_STOP);
+      break;
+    case FinishReason::kLength:
+      out->set_reason(v1::FINISH_REASON_LENGTH);
+      break;
+    case FinishReason::kAborted:
+      out->set_reason(v1::FINISH_REASON_ABORTED);
+      break;
   }
   out->set_prompt_tokens(static_cast<int32_t>(finished.prompt_tokens));
   out->set_cached_tokens(static_cast<int32_t>(finished.cached_tokens));
@@ -63,7 +69,8 @@ void encode(Finished finished, v1::Finished* out) {
 // One Generate call: gRPC's side.
 class GenerateCall;
 
-// The engine's side of it, which may outlive it. Tokens that come while a write is under way travel together in the next.
+// The engine's side of it, which may outlive it. Tokens that come while a write is under way travel together
+// in the next.
 class GenerateStream : public Sink {
  public:
   explicit GenerateStream(GenerateCall* call) : call_(call) {}
@@ -191,7 +198,8 @@ struct WorkerService::Impl {
 
 WorkerService::WorkerService(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-absl::StatusOr<std::unique_ptr<WorkerService>> WorkerService::start(const std::string& address, Engine& engine, Logger log) {
+absl::StatusOr<std::unique_ptr<WorkerService>> WorkerService::start(const std::string& address,
+                                                                    Engine& engine, Logger log) {
   auto impl = std::make_unique<Impl>(engine, std::move(log));
   ASSIGN_OR_RETURN(rpc::Server server, rpc::serve("rollout", address, {&impl->service}));
   {

@@ -14,7 +14,8 @@ namespace slipstream::rollout {
 class WorkerService {
  public:
   // Listens on host:port (port 0: any). UNAVAILABLE: cannot be bound. The engine outlives it.
-  static absl::StatusOr<std::unique_ptr<WorkerService>> start(const std::string& address, Engine& engine, Logger log);
+  static absl::StatusOr<std::unique_ptr<WorkerService>> start(const std::string& address, Engine& engine,
+                                                              Logger log);
   ~WorkerService();  // ends open calls
 
   std::string address() const;  // host:port as bound

@@ -19,7 +19,7 @@ declare -A allowed=(
   [cli]="common kernels parallel model rollout learner gateway proto"
   [examples]="common kernels parallel model rollout learner gateway proto"
   [bench]="common kernels parallel model rollout learner gateway proto"
-  [tests]="common kernels parallel model rollout learner gateway proto cli"
+  [tests]="common kernels parallel model rollout learner gateway proto cli examples"
 )
 
 sources() { find "$1" -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cc.in' 2>/dev/null; }

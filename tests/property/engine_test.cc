@@ -1,6 +1,6 @@
-// Goal: whatever the engine does with a request (batches, chunked prefill, reused prefixes, preemption, new weights half-way),
-// a token's log-prob has the bits of an uncached training forward with the weights it names; what is asked that cannot be
-// done is refused by name; what ends gives its memory back.
+// Goal: whatever the engine does with a request (batches, chunked prefill, reused prefixes, preemption, new
+// weights half-way), a token's log-prob has the bits of an uncached training forward with the weights it
+// names; what is asked that cannot be done is refused by name; what ends gives its memory back.
 #include "rollout/engine.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <map>
 
 #include "gtest/gtest.h"
-#include "rollout/testing.h"
+#include "tests/property/recording_sink.h"
 
 namespace slipstream::rollout {
 namespace {
@@ -27,7 +27,8 @@ class Bench {
  public:
   Bench(const std::string& name, DType dtype, int versions)
       : config(model::testing::test_config(name)), arena_(*kernels::Arena::create_cpu(int64_t{1} << 34)) {
-    for (int v = 0; v < versions; ++v) weights.push_back(make_weights(name, dtype, 11 + static_cast<uint64_t>(v)));
+    for (int v = 0; v < versions; ++v)
+      weights.push_back(make_weights(name, dtype, 11 + static_cast<uint64_t>(v)));
   }
   std::unique_ptr<Engine> engine(const EngineConfig& engine_config, int32_t version = 0) {
     absl::StatusOr<std::unique_ptr<Engine>> out =
@@ -36,12 +37,13 @@ class Bench {
     return *std::move(out);
   }
   // Log-probs of ids[1..] in one training-style forward, with these choices when there are some.
-  std::vector<float> logprobs(const std::vector<int32_t>& ids, const model::WeightStore& store, float temperature,
-                              const std::vector<model::DecodedReplay>* replay = nullptr) {
+  std::vector<float> logprobs(const std::vector<int32_t>& ids, const model::WeightStore& store,
+                              float temperature, const std::vector<model::DecodedReplay>* replay = nullptr) {
     const kernels::ArenaScope scope(arena_);
     const int64_t rows = static_cast<int64_t>(ids.size()) - 1;
     const model::Batch batch{.tokens = {ids.begin(), ids.end() - 1}, .lengths = {rows}, .cached = {}};
-    const absl::StatusOr<model::PreparedBatch> prepared = model::prepare_batch(config, batch, nullptr, arena_, *stream_);
+    const absl::StatusOr<model::PreparedBatch> prepared =
+        model::prepare_batch(config, batch, nullptr, arena_, *stream_);
     CHECK_OK(prepared.status());
     model::Step step{*stream_, arena_, *prepared};
     model::SavedForward saved;
@@ -53,7 +55,8 @@ class Bench {
       CHECK_OK(model::place_choices(model::ReplayLayout::of(config), kinds, *replay, rows, 0, choices));
       options.replay = &choices;
     }
-    const Tensor hidden = model_->forward(store.tensors(), step, replay != nullptr ? nullptr : &saved, options);
+    const Tensor hidden =
+        model_->forward(store.tensors(), step, replay != nullptr ? nullptr : &saved, options);
     const Tensor targets = step.ints({rows});
     std::copy(ids.begin() + 1, ids.end(), targets.i32());
     const Tensor out = model_->log_probs(store.tensors(), hidden, targets, temperature, false, step).logprob;
@@ -70,7 +73,8 @@ class Bench {
   std::unique_ptr<model::Model> model_ = *model::Model::create(config);
 };
 
-Request request_of(const std::string& id, std::vector<int32_t> prompt, int64_t max_tokens, uint64_t seed = 1) {
+Request request_of(const std::string& id, std::vector<int32_t> prompt, int64_t max_tokens,
+                   uint64_t seed = 1) {
   Request request;
   request.request_id = id;
   request.session_id = "session of " + id;
@@ -79,7 +83,8 @@ Request request_of(const std::string& id, std::vector<int32_t> prompt, int64_t m
   return request;
 }
 
-std::shared_ptr<RecordingSink> submit(Engine& engine, Request request, std::function<void(size_t)> on_token = {}) {
+std::shared_ptr<RecordingSink> submit(Engine& engine, Request request,
+                                      std::function<void(size_t)> on_token = {}) {
   auto sink = std::make_shared<RecordingSink>(std::move(on_token));
   const absl::StatusOr<uint64_t> handle = engine.submit(std::move(request), sink);
   CHECK_OK(handle.status());
@@ -92,7 +97,8 @@ std::vector<int32_t> joined(std::vector<int32_t> a, const std::vector<int32_t>& 
 }
 
 // Each token's log-prob against the forward with the weights it names. Returns how many were compared.
-int expect_trainers_bits(Bench& bench, const std::vector<int32_t>& prompt, const RecordingSink& sink, float temperature) {
+int expect_trainers_bits(Bench& bench, const std::vector<int32_t>& prompt, const RecordingSink& sink,
+                         float temperature) {
   const std::vector<int32_t> ids = joined(prompt, sink.ids());
   std::map<int32_t, std::vector<float>> by_version;
   int compared = 0;
@@ -101,11 +107,13 @@ int expect_trainers_bits(Bench& bench, const std::vector<int32_t>& prompt, const
     if (token.context_version != token.policy_version) continue;
     std::vector<float>& expected = by_version[token.policy_version];
     if (expected.empty()) {
-      expected = bench.logprobs(ids, *bench.weights.at(static_cast<size_t>(token.policy_version)), temperature);
+      expected =
+          bench.logprobs(ids, *bench.weights.at(static_cast<size_t>(token.policy_version)), temperature);
     }
     const float value = expected[prompt.size() + i - 1];
     EXPECT_EQ(std::memcmp(&token.logprob, &value, sizeof(float)), 0)
-        << "token " << i << " of version " << token.policy_version << ": " << token.logprob << ", the trainer has " << value;
+        << "token " << i << " of version " << token.policy_version << ": " << token.logprob
+        << ", the trainer has " << value;
     ++compared;
   }
   return compared;
@@ -119,8 +127,11 @@ class EngineExactnessTest : public ::testing::TestWithParam<std::tuple<std::stri
 // Twelve sessions of two turns on a cache too small for them, with new weights half-way.
 TEST_P(EngineExactnessTest, LogprobsAreTheTrainers) {
   for (const OnUpdate on_update : {OnUpdate::kRecompute, OnUpdate::kKeep}) {
-    const std::unique_ptr<Engine> engine = bench_.engine({.threads = 2, .max_running = 6, .step_tokens_max = 48,
-                                                          .cache_tokens = 896, .prefix_sessions_max = 5,
+    const std::unique_ptr<Engine> engine = bench_.engine({.threads = 2,
+                                                          .max_running = 6,
+                                                          .step_tokens_max = 48,
+                                                          .cache_tokens = 896,
+                                                          .prefix_sessions_max = 5,
                                                           .on_update = on_update});
     struct Session {
       Request request;
@@ -129,7 +140,8 @@ TEST_P(EngineExactnessTest, LogprobsAreTheTrainers) {
     std::vector<Session> sessions(12);
     for (size_t s = 0; s < sessions.size(); ++s) {
       const int64_t length = 3 + static_cast<int64_t>(s) * 37 % 190;
-      sessions[s].request = request_of(absl::StrCat("r", s), model::testing::test_tokens(bench_.config, length, s), 40, s);
+      sessions[s].request =
+          request_of(absl::StrCat("r", s), model::testing::test_tokens(bench_.config, length, s), 40, s);
       std::function<void(size_t)> on_token;
       if (s == 4) {
         on_token = [&](size_t n) {
@@ -144,7 +156,8 @@ TEST_P(EngineExactnessTest, LogprobsAreTheTrainers) {
       ASSERT_TRUE(session.first->wait().ok()) << session.first->result.status();
       ASSERT_EQ(session.first->tokens.size(), 40u);
     }
-    std::reverse(sessions.begin(), sessions.end());  // the youngest ended last: their prefixes are still there
+    std::reverse(sessions.begin(),
+                 sessions.end());  // the youngest ended last: their prefixes are still there
     for (Session& session : sessions) {
       Request next = session.request;
       next.request_id += " again";
@@ -156,10 +169,12 @@ TEST_P(EngineExactnessTest, LogprobsAreTheTrainers) {
       ASSERT_TRUE(session.second->wait().ok()) << session.second->result.status();
       cached += session.second->result->cached_tokens;
       compared += expect_trainers_bits(bench_, session.request.prompt_ids, *session.first, 0.8f);
-      compared += expect_trainers_bits(bench_, joined(joined(session.request.prompt_ids, session.first->ids()), {5, 9, 2}),
-                                       *session.second, 0.8f);
+      compared += expect_trainers_bits(
+          bench_, joined(joined(session.request.prompt_ids, session.first->ids()), {5, 9, 2}),
+          *session.second, 0.8f);
       for (const auto& sink : {session.first, session.second}) {
-        for (const SampledToken& token : sink->tokens) old_context += token.context_version != token.policy_version;
+        for (const SampledToken& token : sink->tokens)
+          old_context += token.context_version != token.policy_version;
       }
     }
     EXPECT_GT(cached, 0);
@@ -179,19 +194,22 @@ TEST_P(EngineExactnessTest, NeighboursChangeNothing) {
   const std::unique_ptr<Engine> alone = bench_.engine({.threads = 1});
   const auto expected = submit(*alone, request_of("r", prompt, 60, 42));
   ASSERT_TRUE(expected->wait().ok());
-  const std::unique_ptr<Engine> crowded = bench_.engine({.threads = 2, .max_running = 9, .step_tokens_max = 11});
+  const std::unique_ptr<Engine> crowded =
+      bench_.engine({.threads = 2, .max_running = 9, .step_tokens_max = 11});
   std::vector<std::shared_ptr<RecordingSink>> others;
   std::shared_ptr<RecordingSink> ours;
   for (uint64_t i = 0; i < 16; ++i) {
     if (i == 5) ours = submit(*crowded, request_of("r", prompt, 60, 42));
     const int64_t length = 1 + static_cast<int64_t>(i) * 29 % 90;
-    others.push_back(submit(*crowded, request_of(absl::StrCat("other ", i),
-                                                 model::testing::test_tokens(bench_.config, length, 50 + i), 30, i)));
+    others.push_back(
+        submit(*crowded, request_of(absl::StrCat("other ", i),
+                                    model::testing::test_tokens(bench_.config, length, 50 + i), 30, i)));
   }
   ASSERT_TRUE(ours->wait().ok());
   EXPECT_EQ(ours->ids(), expected->ids());
   for (size_t i = 0; i < ours->tokens.size(); ++i) {
-    EXPECT_EQ(std::memcmp(&ours->tokens[i].logprob, &expected->tokens[i].logprob, sizeof(float)), 0) << "token " << i;
+    EXPECT_EQ(std::memcmp(&ours->tokens[i].logprob, &expected->tokens[i].logprob, sizeof(float)), 0)
+        << "token " << i;
   }
   // A generation that stopped half-way goes on as if it had not.
   const std::vector<int32_t> ids = ours->ids();
@@ -236,8 +254,9 @@ TEST_P(EngineExactnessTest, CapturedChoicesReplay) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, EngineExactnessTest,
-                         ::testing::Combine(::testing::Values("glm5_next", "glm5_next pool of three", "glm_moe_dsa",
-                                                              "glm_moe_dsa indexshare groups", "glm4_moe"),
+                         ::testing::Combine(::testing::Values("glm5_next", "glm5_next pool of three",
+                                                              "glm_moe_dsa", "glm_moe_dsa indexshare groups",
+                                                              "glm4_moe"),
                                             ::testing::Values(DType::kF32, DType::kBf16)));
 
 // Case C9: the engine goes from 3 to 4 after 2 of 5 tokens.
@@ -292,7 +311,8 @@ TEST(EngineTest, EndsByStopIdLengthAndContext) {
   EXPECT_EQ(stopped->result->reason, FinishReason::kStop);
   EXPECT_EQ(stopped->ids().back(), stop.stop_ids[0]);
   EXPECT_LE(stopped->tokens.size(), 7u);
-  const auto context = submit(*engine, request_of("context", model::testing::test_tokens(bench.config, 100, 1), 1000));
+  const auto context =
+      submit(*engine, request_of("context", model::testing::test_tokens(bench.config, 100, 1), 1000));
   ASSERT_TRUE(context->wait().ok());
   EXPECT_EQ(context->result->reason, FinishReason::kLength);
   EXPECT_EQ(context->tokens.size(), 28u);
@@ -339,11 +359,14 @@ TEST(EngineTest, AbortAndCancelGiveMemoryBack) {
   EXPECT_EQ(after.bytes_used, before.bytes_used);
   engine->abort_session("session of kept");
   engine->abort_session("nobody's");
-  ASSERT_TRUE(submit(*engine, [] {
-                Request request = request_of("last", {1}, 1);
-                request.session_id.clear();
-                return request;
-              }())->wait().ok());
+  ASSERT_TRUE(submit(*engine,
+                     [] {
+                       Request request = request_of("last", {1}, 1);
+                       request.session_id.clear();
+                       return request;
+                     }())
+                  ->wait()
+                  .ok());
   EXPECT_EQ(engine->status().cache.bytes_used, 0);
 }
 
@@ -390,13 +413,15 @@ TEST(EngineTest, NotANumberEndsTheGenerationAlone) {
 
 TEST(EngineTest, RefusesByName) {
   Bench bench(kFlash, DType::kF32, 1);
-  const std::unique_ptr<Engine> engine = bench.engine({.max_running = 1, .waiting_max = 1, .step_tokens_max = 8});
+  const std::unique_ptr<Engine> engine =
+      bench.engine({.max_running = 1, .waiting_max = 1, .step_tokens_max = 8});
   const auto refusal = [&](const std::function<void(Request&)>& change) {
     Request request = request_of("bad", {1, 2}, 5);
     change(request);
     return engine->submit(std::move(request), std::make_shared<RecordingSink>()).status();
   };
-  const auto expect = [&](absl::StatusCode code, const std::string& text, const std::function<void(Request&)>& change) {
+  const auto expect = [&](absl::StatusCode code, const std::string& text,
+                          const std::function<void(Request&)>& change) {
     const absl::Status status = refusal(change);
     EXPECT_EQ(status.code(), code) << status;
     EXPECT_NE(std::string(status.message()).find(text), std::string::npos) << status;
@@ -429,8 +454,8 @@ TEST(EngineTest, RefusesByName) {
   ASSERT_TRUE(sink->wait().ok());
   EXPECT_TRUE(engine->wait_idle(absl::Now() + absl::Minutes(1)));
   Metrics metrics;
-  const auto bad_config = Engine::create({.max_running = 9, .step_tokens_max = 8}, bench.config, bench.weights[0], 0,
-                                         metrics, quiet_logger());
+  const auto bad_config = Engine::create({.max_running = 9, .step_tokens_max = 8}, bench.config,
+                                         bench.weights[0], 0, metrics, quiet_logger());
   EXPECT_EQ(bad_config.status().code(), kInvalid);
 }
 
@@ -464,7 +489,7 @@ TEST(EngineTest, PrefixesAreKeptByUse) {
   EXPECT_EQ(none + none_either, 0);
   auto [a_cached, a2] = turn("a", joined(a, {7}));
   EXPECT_EQ(a_cached, 5);
-  turn("c", {9});  // b goes
+  turn("c", {9});                                 // b goes
   EXPECT_EQ(turn("b", joined(b, {7})).first, 0);  // a goes for it
   EXPECT_EQ(turn("b", {1, 2, 3, 5, 6, 7, 8, 9}).first, 0);
   EXPECT_EQ(engine->status().prefix_sessions, 2);

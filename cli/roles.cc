@@ -1,0 +1,115 @@
+// slipstream gateway, rollout and learner: the roles of `slipstream run` in processes of their own, from the same file.
+#include <cstdio>
+#include <cstdlib>
+
+#include "cli/commands.h"
+#include "cli/environments.h"
+#include "cli/job_file.h"
+#include "cli/signals.h"
+#include "cli/training.h"
+#include "common/status.h"
+#include "gateway/gateway.h"
+#include "learner/learner.h"
+#include "parallel/mpi_group.h"
+
+namespace slipstream::cli {
+namespace {
+
+struct RoleFlags {
+  JobFlags job;
+  std::string metrics_address;
+  std::string address;
+  std::string worker_id;
+};
+
+absl::StatusOr<Job> read_role(const RoleFlags& flags) {
+  ASSIGN_OR_RETURN(Job job, read_job(flags.job));
+  fix_addresses(job);
+  RETURN_IF_ERROR(prepare_run(job));
+  return job;
+}
+
+const std::string& choose(const std::string& flag, const std::string& config) { return flag.empty() ? config : flag; }
+
+absl::Status run_gateway(const RoleFlags& flags) {
+  SignalStop signals;
+  ASSIGN_OR_RETURN(Job job, read_role(flags));
+  RETURN_IF_ERROR(write_resolved_config(job));
+  ASSIGN_OR_RETURN(const Logger log, open_log(job, "gateway"));
+  Metrics metrics;
+  RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.gateway_metrics_address), log));
+  ASSIGN_OR_RETURN(const Environments environments, start_environments(job, log));
+  ASSIGN_OR_RETURN(const std::unique_ptr<gateway::Gateway> gateway, gateway::Gateway::start(job.gateway, metrics, log));
+  std::printf("gateway at %s, learners at %s\n", gateway->address().c_str(), gateway->learner_endpoint().c_str());
+  std::fflush(stdout);
+  signals.wait();
+  gateway->stop();
+  return absl::OkStatus();
+}
+
+absl::Status run_rollout(const RoleFlags& flags) {
+  SignalStop signals;
+  ASSIGN_OR_RETURN(Job job, read_role(flags));
+  if (!flags.worker_id.empty()) job.rollout.engine.worker_id = flags.worker_id;
+  if (!flags.address.empty()) job.rollout.address = flags.address;
+  ASSIGN_OR_RETURN(const Logger log, open_log(job, job.rollout.engine.worker_id == "worker-0" ? "rollout" : "rollout-" + job.rollout.engine.worker_id));
+  Metrics metrics;
+  RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.rollout_metrics_address), log));
+  ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, log));
+  std::printf("rollout worker %s at %s\n", job.rollout.engine.worker_id.c_str(), worker->address().c_str());
+  std::fflush(stdout);
+  signals.wait();
+  worker->drain(absl::Now() + absl::Milliseconds(job.rollout.drain_timeout_ms));
+  return absl::OkStatus();
+}
+
+// Under mpirun every rank is one process of the data-parallel group; alone it is a group of one and MPI stays out of it.
+bool under_mpirun() {
+  return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMI_SIZE") != nullptr;
+}
+
+absl::Status run_learner(const RoleFlags& flags) {
+  SignalStop signals;
+  std::unique_ptr<parallel::MpiWorld> world;
+  if (under_mpirun()) {
+    ASSIGN_OR_RETURN(world, parallel::MpiWorld::create());
+  }
+  parallel::Group& group = world == nullptr ? parallel::self_group() : world->group();
+  const bool root = group.rank() == 0;
+  // What only one rank knows of (its config cannot be read, its port is taken) must not leave the others waiting.
+  const absl::Status status = [&]() -> absl::Status {
+    ASSIGN_OR_RETURN(Job job, read_role(flags));
+    ASSIGN_OR_RETURN(const Logger log, open_log(job, root ? "learner" : absl::StrCat("learner-", group.rank())));
+    Metrics metrics;
+    if (root) RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.learner_metrics_address), log));
+    ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
+                     learner::Learner::create(job.learner, job.shared, group, metrics, log));
+    if (root) std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());
+    return train(*learner, job, root, signals.token(), log, nullptr);
+  }();
+  if (!status.ok() && world != nullptr) {
+    std::fprintf(stderr, "slipstream learner: rank %d: %s\n", group.rank(), std::string(status.message()).c_str());
+    world->abort(1);
+  }
+  return status;
+}
+
+Run add_role(CLI::App& app, absl::Status (*role)(const RoleFlags&), bool is_rollout) {
+  auto flags = std::make_shared<RoleFlags>();
+  auto job = std::shared_ptr<JobFlags>(flags, &flags->job);
+  add_job_flags(app, job);
+  app.add_option("--metrics-address", flags->metrics_address, "Where /metrics is served, host:port; overrides metrics.*");
+  if (is_rollout) {
+    app.add_option("--worker-id", flags->worker_id, "Of this worker; overrides rollout.worker_id");
+    app.add_option("--address", flags->address, "Where it listens, host:port; overrides rollout.address");
+  }
+  return [flags, role] { return role(*flags); };
+}
+
+}  // namespace
+
+Run add_gateway(CLI::App& app) { return add_role(app, run_gateway, false); }
+Run add_rollout(CLI::App& app) { return add_role(app, run_rollout, true); }
+Run add_learner(CLI::App& app) { return add_role(app, run_learner, false); }
+
+}  // namespace slipstream::cli

@@ -1,0 +1,413 @@
+#include "learner/learner.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "learner/step_statistics.h"
+
+namespace slipstream::learner {
+namespace {
+
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+int64_t wall_microseconds() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// Adds the time from construction to destruction to a sum.
+class Timer {
+ public:
+  explicit Timer(double* sum) : sum_(sum), begin_(steady_seconds()) {}
+  ~Timer() { *sum_ += steady_seconds() - begin_; }
+
+ private:
+  double* sum_;
+  double begin_;
+};
+
+constexpr size_t kProbabilityWindow = 5;  // warm-up steps whose demonstration probabilities are averaged
+constexpr int kHellosMax = 8;             // times one request may find a gateway that does not know us
+
+// The first byte of what rank 0 tells the others; payload follows.
+enum class Command : char { kBatch = 'B', kPublished = 'P', kCommitted = 'C', kEnd = 'E' };
+
+void tell(parallel::Group& group, Command command, const std::string& payload = "") {
+  if (group.size() == 1) return;
+  std::string bytes;
+  bytes.reserve(payload.size() + 1);
+  bytes.push_back(static_cast<char>(command));
+  bytes.append(payload);
+  group.broadcast(bytes, 0);
+}
+
+// The mean probability of a whole demonstration: what a greedy-free sampler would earn on tasks with one right answer.
+double demonstration_probability(const TrainingBatch& batch, const GradientResult& result) {
+  double sum = 0.0;
+  for (const TrainingTrajectory& trajectory : batch.trajectories) {
+    double logprob = 0.0;
+    for (const int64_t sample : trajectory.samples) {
+      const size_t s = static_cast<size_t>(sample);
+      for (size_t i = 0; i < batch.samples[s].positions.size(); ++i) {
+        if (batch.samples[s].selected[i] != 0) logprob += result.learner_logprob[s][i];
+      }
+    }
+    sum += std::exp(logprob);
+  }
+  return batch.trajectories.empty() ? 0.0 : sum / static_cast<double>(batch.trajectories.size());
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Learner>> Learner::create(const LearnerConfig& config, const JobConfig& job, parallel::Group& group,
+                                                         Metrics& metrics, Logger log) {
+  auto learner = std::unique_ptr<Learner>(new Learner(config, job, group, metrics, std::move(log)));
+  const absl::Status started = learner->start();
+  RETURN_IF_ERROR(learner->agree(started, "starting"));
+  return learner;
+}
+
+Learner::Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics, Logger log)
+    : config_(config), job_(job), group_(group), metrics_(metrics), log_(std::move(log)),
+      checkpoints_(job.run_directory() + "/checkpoints", config.keep_checkpoints, config.model_path, log_),
+      started_(steady_seconds()) {}
+
+Learner::~Learner() = default;
+
+std::string Learner::weights_address() const { return server_ == nullptr ? "" : server_->address(); }
+
+double Learner::wall_seconds() const { return state_.wall_seconds + steady_seconds() - started_; }
+
+// One rank's error is everybody's: nobody waits for a rank that is gone.
+absl::Status Learner::agree(const absl::Status& mine, const char* what) {
+  const bool failed = group_.all_reduce_max(mine.ok() ? 0 : 1) != 0;
+  if (failed && mine.ok()) return absl::AbortedError(absl::StrCat("another rank failed ", what, "; its log says why"));
+  return mine;
+}
+
+absl::Status Learner::start() {
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  ASSIGN_OR_RETURN(stream_, kernels::Stream::create_cpu(config_.threads > 0 ? config_.threads : cores));
+  RETURN_IF_ERROR(agree(restore(), "restoring"));
+  if (!is_root()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.step, config_.log_rollouts));
+  ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
+                                             .reply_timeout_ms = config_.reply_timeout_ms,
+                                             .gateway_timeout_ms = config_.gateway_timeout_ms,
+                                             .batch_timeout_ms = config_.batch_timeout_ms},
+                                            log_));
+  // In the middle of a warm-up the weights are no published version: workers have version 0 from model.path.
+  if (exactly_published_) RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
+  ASSIGN_OR_RETURN(server_, WeightsServer::start(config_.address, publisher_, log_));
+  metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
+  return absl::OkStatus();
+}
+
+// Loads the newest checkpoint, which rank 0 chooses, or the initial one.
+absl::Status Learner::restore() {
+  std::string dir = is_root() ? checkpoints_.find().value_or("") : "";
+  group_.broadcast(dir, 0);
+  if (!dir.empty()) {
+    ASSIGN_OR_RETURN(state_, Checkpoints::read_state(dir));
+  } else if (config_.warmup.steps == 0) {
+    state_.phase = Phase::kRl;
+  }
+  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(dir.empty() ? config_.model_path : dir, config_.dtype, *stream_));
+  ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
+                                             {.loss = config_.loss, .optimizer = config_.optimizer,
+                                              .micro_batch_tokens = config_.micro_batch_tokens, .recompute = config_.recompute},
+                                             group_, *stream_));
+  if (!dir.empty()) RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_));
+  exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
+  durable_step_ = state_.step;
+  state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
+  log_->info("{}: step {}, policy version {}", dir.empty() ? config_.model_path : dir, state_.step, state_.policy_version);
+  return absl::OkStatus();
+}
+
+absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
+  started_ = steady_seconds();
+  if (!is_root()) return follow();
+  const absl::Status status = run_root(stop, observers);
+  tell(group_, Command::kEnd, absl::StrCat(absl::Hex(status.raw_code(), absl::kZeroPad2), status.message()));
+  return status;
+}
+
+absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
+  RETURN_IF_ERROR(say_hello(stop));
+  forget_consumed();  // this incarnation is new: the Hello was read, its last commit with it
+  while (!finished()) {
+    const absl::Status status = one_step(stop, observers);
+    if (absl::IsCancelled(status) && stop.stop_requested()) return stop_here();
+    RETURN_IF_ERROR(status);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Learner::follow() {
+  while (true) {
+    std::string bytes;
+    group_.broadcast(bytes, 0);
+    CHECK(!bytes.empty());
+    switch (static_cast<Command>(bytes[0])) {
+      case Command::kBatch: {
+        v1::Batch message;
+        CHECK(message.ParseFromArray(bytes.data() + 1, static_cast<int>(bytes.size() - 1)));
+        TrainingBatch batch;
+        RETURN_IF_ERROR(train(message, &batch).status());
+        break;
+      }
+      case Command::kPublished: count_publication(); break;
+      case Command::kCommitted: forget_consumed(); break;
+      case Command::kEnd: return absl::Status(static_cast<absl::StatusCode>(std::stoi(bytes.substr(1, 2), nullptr, 16)), bytes.substr(3));
+    }
+  }
+}
+
+absl::Status Learner::say_hello(std::stop_token stop) {
+  v1::Hello hello;
+  hello.set_run_id(job_.run_id);
+  hello.set_incarnation(state_.incarnation);
+  hello.set_committed_step(durable_step_);
+  hello.set_policy_version(state_.policy_version);
+  *hello.mutable_last_commit() = state_.commit;
+  hello.mutable_last_commit()->set_incarnation(state_.incarnation);
+  return source_->hello(hello, stop);
+}
+
+// Runs a request. A gateway that forgot us is greeted first, with everything trained so far made durable, so that it does not
+// deliver it again. It may know us all the same and leave the Hello unread, so the next commit says it once more.
+absl::Status Learner::ask(std::stop_token stop, absl::FunctionRef<absl::Status()> request) {
+  absl::Status status;
+  for (int hellos = 0; hellos <= kHellosMax; ++hellos) {
+    status = request();
+    if (absl::IsFailedPrecondition(status)) status = request();  // the first refusal may answer an earlier, repeated request
+    if (!absl::IsFailedPrecondition(status)) return status;
+    log_->info("saying Hello again: {}", std::string(status.message()));
+    double unused = 0.0;
+    if (!consumed_.empty() && durable_step_ != state_.step) RETURN_IF_ERROR(publish(&unused, &unused));
+    RETURN_IF_ERROR(say_hello(stop));
+  }
+  return status;
+}
+
+absl::StatusOr<v1::Batch> Learner::next_batch(std::stop_token stop) {
+  v1::BatchRequest request;
+  request.set_incarnation(state_.incarnation);
+  request.set_step(state_.step + 1);
+  const bool warmup = state_.phase == Phase::kWarmup;
+  request.set_kind(warmup ? v1::TRAJECTORY_KIND_DEMONSTRATION : v1::TRAJECTORY_KIND_ROLLOUT);
+  request.set_num_groups(warmup ? config_.warmup.batch : job_.groups_per_batch);
+  v1::Batch batch;
+  RETURN_IF_ERROR(ask(stop, [&]() -> absl::Status {
+    request.set_policy_version(state_.policy_version);
+    ASSIGN_OR_RETURN(batch, source_->batch(request, stop));
+    return absl::OkStatus();
+  }));
+  return batch;
+}
+
+// Every rank, with the same message: the step and all that follows from it.
+absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatch* batch) {
+  const bool warmup = state_.phase == Phase::kWarmup;
+  *batch = make_training_batch(message,
+                               {.vocab = weights_->config().vocab, .max_positions = weights_->config().max_positions,
+                                .kind = warmup ? v1::TRAJECTORY_KIND_DEMONSTRATION : v1::TRAJECTORY_KIND_ROLLOUT,
+                                .advantages = {.std = config_.advantage_std}, .trained = &consumed_},
+                               log_);
+  const double rate = warmup ? config_.warmup.learning_rate
+                             : scheduled_learning_rate(config_.optimizer, state_.rl_steps, config_.steps);
+  ASSIGN_OR_RETURN(StepResult result, trainer_->step(*batch, warmup ? "sft" : config_.loss.objective, rate));
+  ++state_.step;
+  ++(warmup ? state_.warmup_steps : state_.rl_steps);
+  exactly_published_ = exactly_published_ && !result.updated;
+  state_.skipped_in_row = result.skipped ? state_.skipped_in_row + 1 : 0;
+  if (!warmup) take_ids(*batch, result);
+  if (warmup) end_warmup_when_due(demonstration_probability(*batch, result.gradient));
+  return result;
+}
+
+void Learner::take_ids(const TrainingBatch& batch, const StepResult& result) {
+  v1::Commit& commit = state_.commit;
+  for (const std::string& id : batch.rollout_ids()) {
+    consumed_.insert(id);
+    *(result.skipped ? (*commit.mutable_dropped())["skipped_step"].add_rollout_ids() : commit.add_trained_rollout_ids()) = id;
+  }
+  for (const auto& [reason, ids] : batch.refused) {
+    for (const std::string& id : ids) {
+      consumed_.insert(id);
+      *(*commit.mutable_dropped())[reason].add_rollout_ids() = id;
+    }
+  }
+}
+
+void Learner::end_warmup_when_due(double probability) {
+  std::vector<double>& recent = state_.demonstration_probabilities;
+  recent.push_back(probability);
+  if (recent.size() > kProbabilityWindow) recent.erase(recent.begin());
+  double sum = 0.0;
+  for (const double value : recent) sum += value;
+  const bool good = recent.size() == kProbabilityWindow && sum / kProbabilityWindow >= config_.warmup.until_probability;
+  if (!good && state_.warmup_steps < config_.warmup.steps) return;
+  state_.phase = Phase::kRl;
+  trainer_->optimizer().reset();  // its moments are of another objective
+}
+
+void Learner::count_publication() {
+  ++state_.policy_version;
+  exactly_published_ = true;
+  if (config_.optimizer.reset_on_publish) trainer_->optimizer().reset();
+}
+
+void Learner::forget_consumed() {
+  consumed_.clear();
+  state_.commit.Clear();
+  if (is_root()) tell(group_, Command::kCommitted);
+}
+
+absl::Status Learner::save_checkpoint(double* seconds) {
+  const Timer timer(seconds);
+  state_.commit.set_step(state_.step);
+  state_.commit.set_policy_version(state_.policy_version);
+  state_.commit.set_final(finished());
+  LearnerState written = state_;
+  written.wall_seconds = wall_seconds();
+  RETURN_IF_ERROR(checkpoints_.save(written, *weights_, trainer_->optimizer()));
+  durable_step_ = state_.step;
+  return absl::OkStatus();
+}
+
+// A new policy version: durable first, then handed out.
+absl::Status Learner::publish(double* checkpoint_seconds, double* publish_seconds) {
+  count_publication();
+  tell(group_, Command::kPublished);
+  RETURN_IF_ERROR(save_checkpoint(checkpoint_seconds));
+  const Timer timer(publish_seconds);
+  RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
+  metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
+  return absl::OkStatus();
+}
+
+absl::Status Learner::send_commit(std::stop_token stop, v1::CommitReply* reply) {
+  RETURN_IF_ERROR(ask(stop, [&]() -> absl::Status {
+    v1::Commit commit = state_.commit;
+    commit.set_incarnation(state_.incarnation);
+    commit.set_step(durable_step_);
+    commit.set_policy_version(state_.policy_version);
+    commit.set_final(finished());
+    ASSIGN_OR_RETURN(*reply, source_->commit(commit, stop));
+    return absl::OkStatus();
+  }));
+  forget_consumed();
+  return absl::OkStatus();
+}
+
+absl::Status Learner::one_step(std::stop_token stop, const Observers& observers) {
+  StepReport report;
+  report.phase = state_.phase;
+  v1::Batch message;
+  {
+    const Timer timer(&report.wait_data_seconds);
+    ASSIGN_OR_RETURN(message, next_batch(stop));
+  }
+  state_.wait_data_seconds += report.wait_data_seconds;
+  report.policy_version = state_.policy_version;
+  tell(group_, Command::kBatch, group_.size() > 1 ? message.SerializeAsString() : "");
+  const ScoredWith scored{.policy_version = state_.policy_version, .exactly = exactly_published_};
+  TrainingBatch batch;
+  StepResult result;
+  {
+    const Timer timer(&report.train_seconds);
+    ASSIGN_OR_RETURN(result, train(message, &batch));
+  }
+  report.step = state_.step;
+  const bool warmup = report.phase == Phase::kWarmup;
+  report.phase_step = warmup ? state_.warmup_steps : state_.rl_steps;
+  report.phase_steps = warmup ? config_.warmup.steps : config_.steps;
+  if (warmup) report.demonstration_probability = state_.demonstration_probabilities.back();
+  fill_report(batch, result, scored, &report);
+  if (!warmup) RETURN_IF_ERROR(files_->write_rollouts(report.step, report.policy_version, batch, result.gradient, observers.tokenizer));
+  const bool broken = state_.skipped_in_row >= config_.max_skipped_steps;
+  v1::CommitReply state_of_gateway;
+  *state_of_gateway.mutable_counts() = std::move(*message.mutable_counts());
+  *state_of_gateway.mutable_activity() = std::move(*message.mutable_activity());
+  const absl::Status durable = broken ? absl::OkStatus() : publish_when_due(stop, &report, &state_of_gateway);
+  fill_counts(state_of_gateway, &report);
+  report.wall_seconds = wall_seconds();
+  record_metrics(batch, result, scored, report, metrics_);
+  RETURN_IF_ERROR(files_->append(report));
+  if (observers.scalars) observers.scalars(report.step, scalars_of(report));
+  if (observers.step) observers.step(report);
+  RETURN_IF_ERROR(durable);
+  if (!result.skipped) return absl::OkStatus();
+  log_->warn("step {} skipped: {} is not finite", report.step, result.offending);
+  if (!broken) return absl::OkStatus();
+  return absl::AbortedError(absl::StrCat("step ", state_.step, ": ", state_.skipped_in_row, " steps in a row skipped: ",
+                                         result.offending, " is not finite"));
+}
+
+absl::Status Learner::publish_when_due(std::stop_token stop, StepReport* report, v1::CommitReply* reply) {
+  const bool warmup_ended = report->phase == Phase::kWarmup && state_.phase == Phase::kRl;
+  if (state_.phase == Phase::kWarmup) {
+    if (state_.warmup_steps % config_.warmup.checkpoint_every != 0) return absl::OkStatus();
+    return save_checkpoint(&report->checkpoint_seconds);
+  }
+  if (!warmup_ended && !finished() && state_.rl_steps % job_.publish_every != 0) return absl::OkStatus();
+  RETURN_IF_ERROR(publish(&report->checkpoint_seconds, &report->publish_seconds));
+  const Timer timer(&report->publish_seconds);
+  return send_commit(stop, reply);
+}
+
+// Trained steps are not lost by a stop: they become durable, and the gateway hears of them now or from the next life's Hello.
+absl::Status Learner::stop_here() {
+  double unused = 0.0;
+  if (durable_step_ != state_.step) {
+    RETURN_IF_ERROR(state_.phase == Phase::kRl ? publish(&unused, &unused) : save_checkpoint(&unused));
+  }
+  return absl::CancelledError(absl::StrCat("stopped after step ", state_.step));
+}
+
+void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) {
+  const v1::Counts& counts = gateway.counts();
+  report->produced = counts.produced();
+  report->trained = counts.trained();
+  report->queued = counts.queued();
+  report->running = counts.running();
+  for (const auto& [reason, count] : counts.dropped()) {
+    report->dropped += count;
+    report->dropped_by_reason[reason] = count;
+  }
+  const v1::Activity& activity = gateway.activity();
+  report->generated_tokens = activity.generated_tokens();
+  for (const auto& [role, seconds] : activity.idle_seconds()) report->idle_seconds[role] = seconds;
+  report->idle_seconds["learner"] = state_.wait_data_seconds;
+  if (report->phase == Phase::kRl && activity.rewards_size() > 0) fill_rewards(activity, report);
+}
+
+// The gateway's totals less what they were a step ago.
+void Learner::fill_rewards(const v1::Activity& activity, StepReport* report) {
+  const bool first = rewards_seen_.empty() && report->phase_step > 1;  // of a restarted learner: no difference to take
+  double sum = 0.0;
+  uint64_t count = 0;
+  std::map<std::string, double> by_task;
+  for (const auto& [task, total] : activity.rewards()) {
+    v1::RewardTotal& before = rewards_seen_[task];
+    if (total.count() < before.count()) before.Clear();  // the gateway restarted and counts anew
+    const double task_sum = total.sum() - before.sum();
+    const uint64_t task_count = total.count() - before.count();
+    before = total;
+    if (task_count == 0) continue;
+    by_task[task] = task_sum / static_cast<double>(task_count);
+    sum += task_sum;
+    count += task_count;
+  }
+  if (first) return;
+  report->reward_by_task = std::move(by_task);
+  report->reward_mean.reset();
+  if (count > 0) report->reward_mean = sum / static_cast<double>(count);
+}
+
+}  // namespace slipstream::learner

@@ -1,0 +1,115 @@
+// Learner: the training role. Supervised warm-up, then reinforcement learning on batches from the gateway; durable
+// checkpoints; published weights.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <stop_token>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "common/job.h"
+#include "common/log.h"
+#include "common/metrics.h"
+#include "learner/checkpoint.h"
+#include "learner/config.h"
+#include "learner/publisher.h"
+#include "learner/run_files.h"
+#include "learner/source.h"
+#include "learner/step_report.h"
+#include "learner/trainer.h"
+#include "learner/weights_service.h"
+#include "model/tokenizer.h"
+#include "parallel/group.h"
+
+namespace slipstream::learner {
+
+// Who looks on. All on the thread of run(), on rank 0.
+struct Observers {
+  std::function<void(const StepReport&)> step;  // after each step; may be empty
+  ScalarSink scalars;                           // the same as names and numbers; may be empty
+  const model::Tokenizer* tokenizer = nullptr;  // gives the rollout logs text; may be null
+};
+
+// The order that makes every crash harmless: a step's checkpoint is durable, then its weights are published, then the gateway is
+// told what was trained. A version that anybody sampled with can always be restored, and what the gateway may not have heard is
+// in the checkpoint and said again in the next Hello.
+//
+// Data-parallel ranks run the same Learner; rank 0 alone talks to the gateway, serves weights and writes files.
+class Learner {
+ public:
+  // Loads the newest checkpoint of the run, or model.path, and serves its weights. Errors name the file, the config field or the
+  // address; the error of one rank ends all. group, metrics and log outlive the learner.
+  static absl::StatusOr<std::unique_ptr<Learner>> create(const LearnerConfig& config, const JobConfig& job, parallel::Group& group,
+                                                         Metrics& metrics, Logger log);
+  ~Learner();
+
+  // Trains until learner.steps are done (OK) or stop is requested (Cancelled; trained steps are made durable first). Other codes: the
+  // gateway refused or did not answer in time, the disk failed, gradients stayed non-finite. Only rank 0's stop token counts.
+  absl::Status run(std::stop_token stop, const Observers& observers);
+
+  // Where workers fetch weights, host:port; empty on other ranks than 0.
+  std::string weights_address() const;
+  int32_t policy_version() const { return state_.policy_version; }
+  int64_t step() const { return state_.step; }
+
+ private:
+  Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics, Logger log);
+  absl::Status start();
+  absl::Status restore();
+  absl::Status agree(const absl::Status& mine, const char* what);
+
+  // What run() is on rank 0 and on the others.
+  absl::Status run_root(std::stop_token stop, const Observers& observers);
+  absl::Status follow();
+
+  // Every rank, in the same order.
+  absl::StatusOr<StepResult> train(const v1::Batch& message, TrainingBatch* batch);
+  void take_ids(const TrainingBatch& batch, const StepResult& result);
+  void end_warmup_when_due(double probability);
+  void count_publication();
+  void forget_consumed();
+
+  // Rank 0.
+  absl::Status one_step(std::stop_token stop, const Observers& observers);
+  absl::Status ask(std::stop_token stop, absl::FunctionRef<absl::Status()> request);
+  absl::Status say_hello(std::stop_token stop);
+  absl::StatusOr<v1::Batch> next_batch(std::stop_token stop);
+  absl::Status publish_when_due(std::stop_token stop, StepReport* report, v1::CommitReply* reply);
+  absl::Status publish(double* checkpoint_seconds, double* publish_seconds);
+  absl::Status save_checkpoint(double* seconds);
+  absl::Status send_commit(std::stop_token stop, v1::CommitReply* reply);
+  absl::Status stop_here();
+  void fill_counts(const v1::CommitReply& gateway, StepReport* report);
+  void fill_rewards(const v1::Activity& activity, StepReport* report);
+
+  bool finished() const { return state_.phase == Phase::kRl && state_.rl_steps >= config_.steps; }
+  bool is_root() const { return group_.rank() == 0; }
+  double wall_seconds() const;
+
+  LearnerConfig config_;
+  JobConfig job_;
+  parallel::Group& group_;
+  Metrics& metrics_;
+  Logger log_;
+  std::unique_ptr<kernels::Stream> stream_;
+  std::optional<PolicyWeights> weights_;
+  std::unique_ptr<Trainer> trainer_;
+  Checkpoints checkpoints_;
+  Publisher publisher_;
+  std::unique_ptr<WeightsServer> server_;
+  std::unique_ptr<Source> source_;
+  std::unique_ptr<RunFiles> files_;
+  LearnerState state_;
+  bool exactly_published_ = true;   // the weights are those of state_.policy_version
+  std::set<std::string> consumed_;  // rollout ids of state_.commit: trained or refused, not acknowledged yet
+  int64_t durable_step_ = 0;        // of the last checkpoint
+  std::map<std::string, v1::RewardTotal> rewards_seen_;  // the gateway's totals, by task, at the last step
+  double started_ = 0.0;            // steady seconds when this life began
+};
+
+}  // namespace slipstream::learner

@@ -1,0 +1,179 @@
+#include "learner/run_files.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_format.h"
+#include "model/output_file.h"
+#include "nlohmann/json.hpp"
+
+namespace slipstream::learner {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::ordered_json;
+
+std::string dump(const ordered_json& json) {
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);  // text need not be UTF-8
+}
+
+// The step of a line of metrics.jsonl; -1 for one that is no such line (cut short by a kill).
+int64_t step_of(const std::string& line) {
+  const ordered_json json = ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer()) return -1;
+  return json["step"].get<int64_t>();
+}
+
+absl::Status cut_after(const std::string& path, int64_t last_step) {
+  std::ifstream in(path);
+  if (!in) return absl::OkStatus();
+  const std::string temporary = path + ".tmp";
+  bool cut = false;
+  {
+    std::ofstream out(temporary, std::ios::trunc);
+    for (std::string line; std::getline(in, line);) {
+      const int64_t step = step_of(line);
+      if (step < 0 || step > last_step) {
+        cut = true;
+        continue;
+      }
+      out << line << "\n";
+    }
+    if (!out.flush()) return absl::UnavailableError(absl::StrCat(temporary, ": cannot be written"));
+  }
+  return cut ? model::rename_file(temporary, path) : model::remove_file(temporary);
+}
+
+const char* name_of_kind(v1::SpanKind kind) {
+  switch (kind) {
+    case v1::SPAN_KIND_PROMPT: return "prompt";
+    case v1::SPAN_KIND_ACTION: return "action";
+    case v1::SPAN_KIND_OBSERVATION: return "observation";
+    default: return "unspecified";
+  }
+}
+
+const char* name_of_reason(v1::FinishReason reason) {
+  switch (reason) {
+    case v1::FINISH_REASON_STOP: return "stop";
+    case v1::FINISH_REASON_LENGTH: return "length";
+    case v1::FINISH_REASON_ENV_DONE: return "env_done";
+    case v1::FINISH_REASON_ENV_CRASH: return "env_crash";
+    case v1::FINISH_REASON_TIMEOUT: return "timeout";
+    case v1::FINISH_REASON_ABORTED: return "aborted";
+    default: return "unspecified";
+  }
+}
+
+ordered_json numbers(const std::vector<float>& values) {
+  ordered_json out = ordered_json::array();
+  for (const float value : values) {
+    if (std::isfinite(value)) {
+      out.push_back(value);
+    } else {
+      out.push_back(nullptr);
+    }
+  }
+  return out;
+}
+
+ordered_json spans_of(const v1::Sample& sample, const model::Tokenizer* tokenizer) {
+  ordered_json out = ordered_json::array();
+  int at = 0;
+  for (const v1::Span& span : sample.spans()) {
+    ordered_json json = {{"kind", name_of_kind(span.kind())}, {"length", span.length()}};
+    if (tokenizer != nullptr) json["text"] = tokenizer->decode(absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
+    out.push_back(std::move(json));
+    at += span.length();
+  }
+  return out;
+}
+
+ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample, const std::vector<float>& learner_logprob,
+                         const std::vector<TokenLoss>& tokens, const model::Tokenizer* tokenizer) {
+  ordered_json trained = ordered_json::array(), ratios = ordered_json::array();
+  for (const TokenLoss& token : tokens) {
+    trained.push_back(token.fate == TokenFate::kTrained ? 1 : 0);
+    ratios.push_back(token.ratio);
+  }
+  ordered_json json = {{"ids", sample.ids},
+                       {"spans", spans_of(message, tokenizer)},
+                       {"action_logprobs", numbers(sample.rollout_logprob)},
+                       {"learner_logprobs", numbers(learner_logprob)},
+                       {"action_policy_versions", sample.policy_version},
+                       {"action_context_versions", sample.context_version},
+                       {"importance_ratios", ratios},
+                       {"trained", trained}};
+  if (tokenizer != nullptr) {  // a piece per action token, for strips of tokens
+    ordered_json texts = ordered_json::array();
+    for (const int32_t position : sample.positions) {
+      texts.push_back(tokenizer->decode(absl::MakeConstSpan(&sample.ids[static_cast<size_t>(position)], 1)));
+    }
+    json["action_texts"] = std::move(texts);
+  }
+  return json;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory, int64_t restored_step, int rollouts_max) {
+  std::error_code error;
+  fs::create_directories(run_directory + "/rollouts", error);
+  if (error) return absl::ErrnoToStatus(error.value(), run_directory + "/rollouts");
+  auto files = std::unique_ptr<RunFiles>(new RunFiles(run_directory, rollouts_max));
+  const std::string path = run_directory + "/metrics.jsonl";
+  RETURN_IF_ERROR(cut_after(path, restored_step));
+  files->metrics_.open(path, std::ios::app);
+  if (!files->metrics_) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
+  return files;
+}
+
+absl::Status RunFiles::append(const StepReport& report) {
+  metrics_ << to_json_line(report) << std::endl;
+  if (metrics_) return absl::OkStatus();
+  metrics_.clear();
+  return absl::UnavailableError(absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
+}
+
+absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch, const GradientResult& result,
+                                      const model::Tokenizer* tokenizer) {
+  if (rollouts_max_ == 0) return absl::OkStatus();
+  const std::string path = absl::StrFormat("%s/rollouts/step_%06d.jsonl", directory_, step);
+  std::ofstream out(path, std::ios::trunc);
+  const size_t count = std::min(batch.trajectories.size(), static_cast<size_t>(rollouts_max_));
+  for (size_t t = 0; t < count; ++t) {
+    const TrainingTrajectory& trajectory = batch.trajectories[t];
+    const v1::Trajectory& message = *trajectory.message;
+    ordered_json json = {{"step", step},
+                         {"policy_version", policy_version},
+                         {"rollout_id", message.rollout_id()},
+                         {"group_id", message.group_id()},
+                         {"group_index", message.group_index()},
+                         {"environment", message.environment()},
+                         {"task", message.task()},
+                         {"instance", message.instance()},
+                         {"reward", message.reward()},
+                         {"advantage", trajectory.advantage},
+                         {"weight", trajectory.weight},
+                         {"finish_reason", name_of_reason(message.finish_reason())},
+                         {"staleness", policy_version - message.min_policy_version()},
+                         {"num_turns", message.num_turns()}};
+    ordered_json samples = ordered_json::array();
+    for (size_t i = 0; i < trajectory.samples.size(); ++i) {
+      const size_t s = static_cast<size_t>(trajectory.samples[i]);
+      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s], result.learner_logprob[s],
+                                    result.tokens[s], tokenizer));
+    }
+    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in `more_samples`.
+    json.update(samples[0]);
+    if (samples.size() > 1) json["more_samples"] = ordered_json(samples.begin() + 1, samples.end());
+    out << dump(json) << "\n";
+  }
+  out.flush();
+  if (!out) return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
+  return absl::OkStatus();
+}
+
+}  // namespace slipstream::learner

@@ -1,0 +1,290 @@
+// Goal: the whole loop against a gateway's end of the line: warm-up, RL, publications, commits; stopped, killed at every window
+// and restarted it trains every trajectory once and ends with the same weights; a lost or restarted gateway costs nothing.
+#include "learner/learner.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "tests/learning/batches.h"
+#include "tests/learning/fake_gateway.h"
+
+namespace slipstream::learner {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::FakeGateway;
+using testing::FakeGatewayOptions;
+
+constexpr int64_t kVocab = 97;
+
+FakeGatewayOptions gateway_options() {
+  FakeGatewayOptions options;
+  options.group = [](uint64_t number, int version) {
+    return testing::make_group({.group_size = 3, .policy_version = version}, kVocab, number);
+  };
+  options.demonstration = [](uint64_t number) { return testing::make_demonstration({}, kVocab, number); };
+  return options;
+}
+
+class LearnerTest : public ::testing::Test {
+ protected:
+  LearnerTest() {
+    testing::write_model("glm5_next", dir.path() + "/model");
+    config.model_path = dir.path() + "/model";
+    config.threads = 1;
+    config.steps = 6;
+    config.loss.options = {.clip_low = 1.0, .clip_high = 1e6};  // the made-up log-probs are far off
+    config.optimizer.learning_rate = 1e-3;
+    config.warmup = {.steps = 5, .batch = 4, .learning_rate = 1e-3, .until_probability = 1.0, .checkpoint_every = 2};
+    config.reply_timeout_ms = 50;
+    config.log_rollouts = 1000;
+    job.run_parent = dir.path();
+    job.groups_per_batch = 2;
+    job.group_size = 3;
+    job.publish_every = 2;
+  }
+
+  absl::StatusOr<std::unique_ptr<Learner>> open(const FakeGateway& gateway) {
+    config.gateway_address = gateway.address();
+    return Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
+  }
+  // One life: until done, or until the observer asks for a stop.
+  absl::Status live(const FakeGateway& gateway, const std::function<bool(const StepReport&)>& go_on = {}) {
+    ASSIGN_OR_RETURN(const std::unique_ptr<Learner> learner, open(gateway));
+    std::stop_source stop;
+    Observers observers;
+    observers.step = [&](const StepReport& report) {
+      reports.push_back(report);
+      if (go_on && !go_on(report)) stop.request_stop();
+    };
+    return learner->run(stop.get_token(), observers);
+  }
+  std::string final_weights() const {
+    std::ifstream in(job.run_directory() + "/checkpoints/latest/model.safetensors", std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  std::vector<nlohmann::json> metrics_lines() const {
+    std::vector<nlohmann::json> out;
+    std::ifstream in(job.run_directory() + "/metrics.jsonl");
+    for (std::string line; std::getline(in, line);) out.push_back(nlohmann::json::parse(line));
+    return out;
+  }
+
+  // Rollout ids that two steps of the run's final history trained on.
+  int trained_twice() const {
+    int twice = 0;
+    std::set<std::string> seen;
+    for (const auto& file : fs::directory_iterator(job.run_directory() + "/rollouts")) {
+      std::ifstream in(file.path());
+      for (std::string line; std::getline(in, line);) twice += !seen.insert(nlohmann::json::parse(line)["rollout_id"]).second;
+    }
+    return twice;
+  }
+
+  testing::TemporaryDirectory dir;
+  LearnerConfig config;
+  JobConfig job;
+  Metrics metrics;
+  std::vector<StepReport> reports;
+};
+
+TEST_F(LearnerTest, WholeRun) {
+  FakeGateway gateway(gateway_options());
+  const absl::Status status = live(gateway);
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_EQ(reports.size(), 11u);
+  EXPECT_EQ(reports[4].phase, Phase::kWarmup);
+  EXPECT_EQ(reports[5].phase, Phase::kRl);
+  // Version 1 after the warm-up, then one every two steps.
+  EXPECT_EQ(reports[5].policy_version, 1);
+  EXPECT_EQ(reports[6].policy_version, 1);
+  EXPECT_EQ(reports[7].policy_version, 2);
+  EXPECT_EQ(reports.back().policy_version, 3);
+  EXPECT_EQ(metrics.value(metric::kPolicyVersion, {"learner"}), 4);
+  EXPECT_EQ(gateway.trained().size(), 6u * 2 * 3);
+  EXPECT_EQ(trained_twice(), 0);
+  EXPECT_TRUE(gateway.heard_final());
+  EXPECT_EQ(reports.back().trained, 36u);
+  // Only right after a publication can a token be of exactly the learner's weights.
+  EXPECT_TRUE(reports[5].mismatch_abs_mean.has_value());
+  EXPECT_FALSE(reports[6].mismatch_abs_mean.has_value());
+  EXPECT_FALSE(reports[0].mismatch_abs_mean.has_value());
+  const std::vector<nlohmann::json> lines = metrics_lines();
+  ASSERT_EQ(lines.size(), 11u);
+  for (const char* key : {"step", "policy_version", "reward_mean", "staleness_mean", "mismatch_abs_mean", "mismatch_abs_max",
+                          "drift_abs_mean", "masked_low_fraction", "masked_high_fraction", "grad_norm", "trained_tokens",
+                          "produced", "trained", "dropped", "queued", "wall_seconds"}) {
+    for (const nlohmann::json& line : lines) EXPECT_TRUE(line.contains(key)) << key;
+  }
+  EXPECT_TRUE(lines[6]["mismatch_abs_mean"].is_null());
+  EXPECT_EQ(lines[5]["phase"], "rl");
+  EXPECT_EQ(lines[0]["phase"], "warmup");
+  std::ifstream rollouts(job.run_directory() + "/rollouts/step_000006.jsonl");
+  std::string line;
+  ASSERT_TRUE(std::getline(rollouts, line));
+  const nlohmann::json rollout = nlohmann::json::parse(line);
+  EXPECT_EQ(rollout["rollout_id"], "run-g0-0");
+  EXPECT_EQ(rollout["learner_logprobs"].size(), rollout["action_logprobs"].size());
+  EXPECT_EQ(rollout["ids"].size(), 6 + rollout["action_logprobs"].size());
+
+  // A finished run that is started again says so to the gateway and ends.
+  reports.clear();
+  EXPECT_TRUE(live(gateway).ok());
+  EXPECT_TRUE(reports.empty());
+  EXPECT_EQ(trained_twice(), 0);
+}
+
+TEST_F(LearnerTest, WarmupEndsWhenDemonstrationsAreProbable) {
+  config.warmup = {.steps = 400, .batch = 16, .learning_rate = 1e-2, .until_probability = 0.5, .checkpoint_every = 1000};
+  config.steps = 1;
+  FakeGateway gateway(gateway_options());
+  ASSERT_TRUE(live(gateway).ok());
+  ASSERT_LT(reports.size(), 400u);
+  double recent = 0.0;
+  for (size_t i = reports.size() - 6; i + 1 < reports.size(); ++i) recent += *reports[i].demonstration_probability / 5;
+  EXPECT_GE(recent, 0.5);
+  EXPECT_LT(*reports[reports.size() - 3].demonstration_probability + *reports[0].demonstration_probability, 1.9);
+}
+
+// The same weights whether it ran through, was stopped in either phase, or was killed; and with two threads.
+TEST_F(LearnerTest, StoppedAndRestartedEndsTheSame) {
+  std::string through;
+  {
+    FakeGateway gateway(gateway_options());
+    ASSERT_TRUE(live(gateway).ok());
+    through = final_weights();
+  }
+  for (const std::vector<int64_t>& stops : {std::vector<int64_t>{3}, {7}, {1, 2, 5, 7, 9}}) {
+    fs::remove_all(job.run_directory());
+    FakeGateway gateway(gateway_options());
+    for (const int64_t at : stops) {
+      const absl::Status status = live(gateway, [&](const StepReport& report) { return report.step < at; });
+      EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+    }
+    config.threads = 2;
+    const absl::Status status = live(gateway);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(trained_twice(), 0);
+    EXPECT_EQ(gateway.trained().size(), 36u);
+    EXPECT_EQ(final_weights(), through);
+    const std::vector<nlohmann::json> lines = metrics_lines();
+    ASSERT_EQ(lines.size(), 11u);
+    for (size_t i = 0; i < lines.size(); ++i) EXPECT_EQ(lines[i]["step"], i + 1);
+  }
+}
+
+// The other process of CrashWindows: exits without a word to anybody after a step.
+TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
+  config.model_path = std::string(std::getenv("LEARNER_TEST_DIR")) + "/model";
+  config.gateway_address = std::getenv("LEARNER_TEST_GATEWAY");
+  job.run_parent = std::getenv("LEARNER_TEST_DIR");
+  job.publish_every = 1;
+  const std::unique_ptr<Learner> learner = *Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
+  Observers observers;
+  observers.step = [&](const StepReport& report) {
+    if (report.step == std::stoi(std::getenv("LEARNER_TEST_STEP"))) ::_exit(9);
+  };
+  FAIL() << learner->run({}, observers);
+}
+
+// The process dies in the middle of a step (nothing of it durable), after the checkpoint before the commit, and after the commit
+// before its reply. Each time the next life ends the run with the weights of an undisturbed one.
+TEST_F(LearnerTest, CrashWindows) {
+  job.publish_every = 1;
+  std::string through;
+  {
+    FakeGateway gateway(gateway_options());
+    ASSERT_TRUE(live(gateway).ok());
+    through = final_weights();
+  }
+  fs::remove_all(job.run_directory());
+  FakeGateway gateway(gateway_options());
+  config.gateway_address = gateway.address();
+  const auto die_after = [&](int step) {
+    const std::string command = absl::StrCat("LEARNER_TEST_DIR=", dir.path(), " LEARNER_TEST_GATEWAY=", gateway.address(),
+                                             " LEARNER_TEST_STEP=", step, " ", fs::read_symlink("/proc/self/exe").string(),
+                                             " --gtest_also_run_disabled_tests --gtest_filter=*ALifeThatIsKilled >/dev/null");
+    const int result = std::system(command.c_str());
+    ASSERT_EQ(WEXITSTATUS(result), 9);
+  };
+  die_after(3);  // warm-up, a step past its checkpoint
+  die_after(7);  // RL, durable and committed
+  // After the checkpoint, before the commit is heard: the learner waits for a reply that never comes, and is killed.
+  gateway.lose_next_commit_reply();
+  config.gateway_timeout_ms = 400;
+  config.reply_timeout_ms = 60'000;
+  const absl::Status lost = live(gateway);
+  EXPECT_EQ(lost.code(), absl::StatusCode::kDeadlineExceeded) << lost;
+  config.gateway_timeout_ms = 60'000;
+  config.reply_timeout_ms = 50;
+  const absl::Status status = live(gateway);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(trained_twice(), 0);
+  EXPECT_EQ(gateway.trained().size(), 36u);
+  EXPECT_EQ(final_weights(), through);
+  // The life after the lost reply repeated the commit in its Hello.
+  EXPECT_EQ(gateway.hellos().back().last_commit().trained_rollout_ids_size(), 6);
+}
+
+TEST_F(LearnerTest, GatewayRestartsAndLosesMessages) {
+  FakeGatewayOptions options = gateway_options();
+  options.drop_every = 5;
+  options.repeat_replies = 2;
+  options.parts = 2;
+  FakeGateway gateway(std::move(options));
+  const absl::Status status = live(gateway, [&](const StepReport& report) {
+    if (report.step % 2 == 0) gateway.restart();
+    return true;
+  });
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(trained_twice(), 0);
+  EXPECT_EQ(gateway.trained().size(), 36u);
+}
+
+TEST_F(LearnerTest, MalformedTrajectoriesAreDroppedWithTheirReason) {
+  FakeGatewayOptions options = gateway_options();
+  const auto good = options.group;
+  options.group = [good](uint64_t number, int version) {
+    v1::Group group = good(number, version);
+    if (number == 1) group.mutable_trajectories(2)->mutable_samples(0)->set_ids(0, -5);
+    return group;
+  };
+  FakeGateway gateway(std::move(options));
+  ASSERT_TRUE(live(gateway).ok());
+  EXPECT_EQ(gateway.dropped(), (std::map<std::string, std::string>{{"run-g1-2", "malformed"}}));
+  EXPECT_EQ(gateway.trained().size(), 35u);
+}
+
+TEST_F(LearnerTest, SkippedStepsStopTheRunWithAName) {
+  config.loss.normalizer = Normalizer::kConstant;
+  config.loss.normalizer_constant = 1e-300;  // every gradient overflows
+  config.warmup.steps = 0;
+  config.max_skipped_steps = 2;
+  FakeGateway gateway(gateway_options());
+  const absl::Status status = live(gateway);
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  EXPECT_NE(status.message().find("2 steps in a row skipped: "), absl::string_view::npos) << status;
+  EXPECT_EQ(metrics.value(metric::kSkippedSteps), 2);
+  EXPECT_TRUE(reports.back().skipped);
+}
+
+TEST_F(LearnerTest, WhatIsWrongAtTheStartIsNamed) {
+  FakeGateway gateway(gateway_options());
+  config.model_path = dir.path() + "/nothing";
+  const absl::Status missing = open(gateway).status();
+  EXPECT_NE(missing.message().find(config.model_path), absl::string_view::npos) << missing;
+  config.model_path = dir.path() + "/model";
+  const std::unique_ptr<Learner> first = *open(gateway);
+  config.address = first->weights_address();
+  const absl::Status taken = open(gateway).status();
+  EXPECT_EQ(taken.code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(taken.message().find(config.address), absl::string_view::npos) << taken;
+}
+
+}  // namespace
+}  // namespace slipstream::learner

@@ -1,0 +1,195 @@
+// Goal: a restored learner takes the same next step, bit for bit; whatever instant the process dies at, what find() gives is a
+// whole checkpoint, this one or the one before; damage is named.
+#include "learner/checkpoint.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+
+#include "gtest/gtest.h"
+#include "tests/learning/batches.h"
+
+namespace slipstream::learner {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::Bench;
+
+class CheckpointTest : public ::testing::Test {
+ protected:
+  CheckpointTest() : model(dir.path() + "/model"), root(dir.path() + "/checkpoints") { testing::write_model("glm5_next", model); }
+
+  Checkpoints checkpoints(int keep = 2, Checkpoints::Hook hook = {}) const {
+    return Checkpoints(root, keep, model, quiet_logger(), std::move(hook));
+  }
+  static void train(Bench& bench, uint64_t first_group) {
+    v1::Batch batch = testing::make_batch({.groups = 2}, bench.config().vocab, first_group);
+    testing::set_rollout_logprobs(*bench.trainer, bench.config(), 0.1, &batch);
+    const auto result = bench.trainer->step(testing::training_batch(batch, bench.config()), "double_sided", 1e-3);
+    ASSERT_TRUE(result.ok() && result->updated);
+  }
+  static LearnerState state_at(int64_t step) {
+    LearnerState state;
+    state.step = step;
+    state.rl_steps = step - 1;
+    state.warmup_steps = 1;
+    state.phase = Phase::kRl;
+    state.policy_version = static_cast<int32_t>(step) * 2;
+    state.incarnation = 123456789012345;
+    state.skipped_in_row = 1;
+    state.wall_seconds = 12.3456789;
+    state.demonstration_probabilities = {0.1, 1.0 / 3.0};
+    state.commit.set_step(step);
+    state.commit.add_trained_rollout_ids("run-g1-0");
+    state.commit.add_trained_rollout_ids(std::string("\x00\xff", 2));
+    (*state.commit.mutable_dropped())["malformed"].add_rollout_ids("bad");
+    return state;
+  }
+
+  testing::TemporaryDirectory dir;
+  std::string model, root;
+};
+
+// fp32 and bf16 weights over an fp32 file, and over a bf16 file that cannot hold the masters; with and without moments.
+TEST_F(CheckpointTest, ResumingEqualsNotStopping) {
+  for (const bool bf16_file : {false, true}) {
+    const std::string start = bf16_file ? dir.path() + "/bf16_model" : model;
+    if (bf16_file) {
+      auto stream = *kernels::Stream::create_cpu(1);
+      model::LoadedWeights loaded = *model::load_weights(model, kernels::DType::kF32, *stream);
+      loaded.config.dtype = kernels::DType::kBf16;
+      loaded.config.source["dtype"] = "bfloat16";
+      CHECK_OK(model::save_weights(loaded, start, {}));
+    }
+    for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBf16}) {
+      for (const bool reset : {false, true}) {
+        Bench going(start, {}, dtype);
+        for (uint64_t i = 0; i < 3; ++i) train(going, i * 2);
+        if (reset) going.trainer->optimizer().reset();
+        ASSERT_TRUE(checkpoints().save(state_at(3), *going.weights, going.trainer->optimizer()).ok());
+
+        const std::optional<std::string> found = checkpoints().find();
+        ASSERT_EQ(found, root + "/step_00000003");
+        const absl::StatusOr<LearnerState> state = Checkpoints::read_state(*found);
+        ASSERT_TRUE(state.ok()) << state.status();
+        Bench resumed(*found, {}, dtype);
+        ASSERT_TRUE(Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream).ok());
+        EXPECT_EQ(testing::master_bytes(*resumed.weights), testing::master_bytes(*going.weights));
+        for (uint64_t i = 3; i < 6; ++i) {
+          train(going, i * 2);
+          train(resumed, i * 2);
+        }
+        EXPECT_EQ(testing::master_bytes(*resumed.weights), testing::master_bytes(*going.weights)) << bf16_file << reset;
+        EXPECT_EQ(testing::flat(resumed.trainer->optimizer().second()), testing::flat(going.trainer->optimizer().second()));
+      }
+    }
+  }
+}
+
+TEST_F(CheckpointTest, StateComesBack) {
+  Bench bench(model);
+  const LearnerState before = state_at(7);
+  ASSERT_TRUE(checkpoints().save(before, *bench.weights, bench.trainer->optimizer()).ok());
+  const LearnerState after = *Checkpoints::read_state(*checkpoints().find());
+  EXPECT_EQ(after.step, before.step);
+  EXPECT_EQ(after.rl_steps, before.rl_steps);
+  EXPECT_EQ(after.warmup_steps, before.warmup_steps);
+  EXPECT_EQ(after.phase, before.phase);
+  EXPECT_EQ(after.policy_version, before.policy_version);
+  EXPECT_EQ(after.incarnation, before.incarnation);
+  EXPECT_EQ(after.skipped_in_row, before.skipped_in_row);
+  EXPECT_EQ(after.wall_seconds, before.wall_seconds);
+  EXPECT_EQ(after.demonstration_probabilities, before.demonstration_probabilities);
+  EXPECT_EQ(after.commit.SerializeAsString(), before.commit.SerializeAsString());
+}
+
+TEST_F(CheckpointTest, KeepsTheLastOnes) {
+  Bench bench(model);
+  for (int64_t step = 1; step <= 4; ++step) {
+    ASSERT_TRUE(checkpoints(2).save(state_at(step), *bench.weights, bench.trainer->optimizer()).ok());
+  }
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(root)) names.insert(entry.path().filename().string());
+  EXPECT_EQ(names, (std::set<std::string>{"latest", "step_00000003", "step_00000004"}));
+}
+
+// The process ends, without a destructor run, before each change in turn.
+TEST_F(CheckpointTest, CrashAtEveryPointLeavesOneOfTheTwo) {
+  Bench bench(model);
+  ASSERT_TRUE(checkpoints().save(state_at(1), *bench.weights, bench.trainer->optimizer()).ok());
+  std::vector<std::string> points;
+  {
+    testing::TemporaryDirectory other;
+    const Checkpoints dry(other.path(), 2, model, quiet_logger(), [&](std::string_view point) { points.emplace_back(point); });
+    ASSERT_TRUE(dry.save(state_at(2), *bench.weights, bench.trainer->optimizer()).ok());
+  }
+  ASSERT_EQ(points, (std::vector<std::string>{"write step_00000002", "rename step_00000002", "replace latest", "remove old"}));
+  for (const std::string& point : points) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      checkpoints(2, [&](std::string_view now) {
+        if (now == point) ::_exit(9);
+      }).save(state_at(2), *bench.weights, bench.trainer->optimizer()).IgnoreError();
+      ::_exit(0);
+    }
+    int result = 0;
+    ASSERT_EQ(::waitpid(child, &result, 0), child);
+    ASSERT_EQ(WEXITSTATUS(result), 9) << point;
+    const std::optional<std::string> found = checkpoints().find();
+    ASSERT_TRUE(found.has_value()) << point;
+    const absl::StatusOr<LearnerState> state = Checkpoints::read_state(*found);
+    ASSERT_TRUE(state.ok()) << state.status();
+    EXPECT_EQ(state->step, point == "remove old" ? 2 : 1) << point;
+    Bench resumed(*found);
+    EXPECT_TRUE(Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream).ok()) << point;
+  }
+  // And what the dead left behind is in nobody's way.
+  ASSERT_TRUE(checkpoints().save(state_at(2), *bench.weights, bench.trainer->optimizer()).ok());
+  EXPECT_EQ(Checkpoints::read_state(*checkpoints().find())->step, 2);
+}
+
+TEST_F(CheckpointTest, MissingLatestFallsBackDamageDoesNot) {
+  Bench bench(model);
+  EXPECT_FALSE(checkpoints().find().has_value());
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_TRUE(checkpoints().save(state_at(step), *bench.weights, bench.trainer->optimizer()).ok());
+  }
+  fs::remove(root + "/latest");
+  EXPECT_EQ(checkpoints().find(), root + "/step_00000002");
+  fs::create_symlink("step_00000077", root + "/latest");
+  EXPECT_EQ(checkpoints().find(), root + "/step_00000002");
+  fs::remove(root + "/latest");
+  fs::create_symlink("step_00000001", root + "/latest");
+  EXPECT_EQ(checkpoints().find(), root + "/step_00000001");
+
+  const std::string one = root + "/step_00000001";
+  { std::ofstream(one + "/learner.json", std::ios::trunc) << "{\"format\": 1, \"step\": "; }
+  EXPECT_EQ(Checkpoints::read_state(one).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Checkpoints::read_state(one).status().message().substr(0, one.size()), one);
+  { std::ofstream(one + "/learner.json", std::ios::trunc) << "{\"format\": 9}"; }
+  EXPECT_EQ(Checkpoints::read_state(one).status().message(), one + "/learner.json: format: 9, expected 1");
+  fs::resize_file(one + "/model.safetensors", 1000);
+  const absl::Status cut = PolicyWeights::load(one, kernels::DType::kF32, *bench.stream).status();
+  EXPECT_FALSE(cut.ok());
+  EXPECT_NE(cut.message().find("model.safetensors"), absl::string_view::npos) << cut;
+}
+
+TEST_F(CheckpointTest, MissingOptimizerIsNamed) {
+  Bench bench(model);
+  train(bench, 0);
+  LearnerState state = state_at(1);
+  ASSERT_TRUE(checkpoints().save(state, *bench.weights, bench.trainer->optimizer()).ok());
+  const std::string one = *checkpoints().find();
+  state = *Checkpoints::read_state(one);
+  EXPECT_EQ(state.optimizer_updates, 1);
+  fs::remove_all(one + "/optimizer");
+  const absl::Status missing = Checkpoints::restore(one, state, *bench.weights, bench.trainer->optimizer(), *bench.stream);
+  EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
+  EXPECT_NE(missing.message().find("optimizer"), absl::string_view::npos) << missing;
+}
+
+}  // namespace
+}  // namespace slipstream::learner
