@@ -18,6 +18,29 @@ absl::Status expect_streams(const char* op, const char* name, const Tensor& x) {
   return expect_that(op, x.size(2) >= 1, "the width of a stream must be >= 1");
 }
 
+// What MhcMix and its backward both read.
+template <class Args>
+absl::Status expect_mix(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_streams(op, "x", args.x));
+  const int64_t tokens = args.x.size(0), n = args.x.size(1);
+  RETURN_IF_ERROR(expect_tensor(op, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
+  RETURN_IF_ERROR(expect_tensor(op, "base", args.base, DType::kF32, {(2 + n) * n}));
+  RETURN_IF_ERROR(expect_tensor(op, "scale", args.scale, DType::kF32, {3}));
+  RETURN_IF_ERROR(expect_that(op, args.eps > 0.0f, "eps must be > 0"));
+  RETURN_IF_ERROR(expect_that(op, args.iterations >= 1, "iterations must be >= 1"));
+  return expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {tokens});
+}
+
+// What MhcMerge and its backward both read.
+template <class Args>
+absl::Status expect_merge(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_streams(op, "x", args.x));
+  const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
+  RETURN_IF_ERROR(expect_tensor(op, "y", args.y, DType::kF32, {tokens, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "post", args.post, DType::kF32, {tokens, n}));
+  return expect_tensor(op, "comb", args.comb, DType::kF32, {tokens, n, n});
+}
+
 float* stream_of(const Tensor& x, int64_t t, int64_t i) {
   return x.f32() + t * x.stride(0) + i * x.stride(1);
 }
@@ -30,13 +53,18 @@ int64_t part_of(int64_t e, int64_t n) { return std::min<int64_t>(e / n, 2); }
 
 using Matrix = std::vector<double>;  // n x n, row-major
 
+// Where element b of row (or column) a is.
+size_t element_of(int64_t a, int64_t b, int64_t n, bool rows) {
+  return static_cast<size_t>(rows ? a * n + b : b * n + a);
+}
+
 // Divides each row (or column) by its sum + eps; returns the divisors.
 std::vector<double> normalize(Matrix& m, int64_t n, double eps, bool rows) {
   std::vector<double> divisors;
   for (int64_t a = 0; a < n; ++a) {
     double sum = eps;
-    for (int64_t b = 0; b < n; ++b) sum += m[static_cast<size_t>(rows ? a * n + b : b * n + a)];
-    for (int64_t b = 0; b < n; ++b) m[static_cast<size_t>(rows ? a * n + b : b * n + a)] /= sum;
+    for (int64_t b = 0; b < n; ++b) sum += m[element_of(a, b, n, rows)];
+    for (int64_t b = 0; b < n; ++b) m[element_of(a, b, n, rows)] /= sum;
     divisors.push_back(sum);
   }
   return divisors;
@@ -47,12 +75,12 @@ void normalize_backward(const Matrix& normalized, const std::vector<double>& div
   for (int64_t a = 0; a < n; ++a) {
     double dot = 0.0;
     for (int64_t b = 0; b < n; ++b) {
-      const auto at = static_cast<size_t>(rows ? a * n + b : b * n + a);
+      const size_t at = element_of(a, b, n, rows);
       dot += d[at] * normalized[at];
     }
     for (int64_t b = 0; b < n; ++b) {
-      const auto at = static_cast<size_t>(rows ? a * n + b : b * n + a);
-      d[at] = (d[at] - dot) / divisors[static_cast<size_t>(a)];
+      double& value = d[element_of(a, b, n, rows)];
+      value = (value - dot) / divisors[static_cast<size_t>(a)];
     }
   }
 }
@@ -114,15 +142,9 @@ Matrix comb_of(const std::vector<double>& logits, int64_t n) {
 
 absl::Status validate(const MhcMix& args) {
   constexpr const char* kOp = "mhc_mix";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_mix(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "base", args.base, DType::kF32, {(2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "scale", args.scale, DType::kF32, {3}));
   RETURN_IF_ERROR(expect_that(kOp, args.norm_eps > 0.0f, "norm_eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.eps > 0.0f, "eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.iterations >= 1, "iterations must be >= 1"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
   RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
   RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
   return expect_tensor(kOp, "u", args.u, DType::kF32, {tokens, width});
@@ -130,15 +152,8 @@ absl::Status validate(const MhcMix& args) {
 
 absl::Status validate(const MhcMixBackward& args) {
   constexpr const char* kOp = "mhc_mix_backward";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_mix(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "base", args.base, DType::kF32, {(2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "scale", args.scale, DType::kF32, {3}));
-  RETURN_IF_ERROR(expect_that(kOp, args.norm_eps > 0.0f, "norm_eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.eps > 0.0f, "eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.iterations >= 1, "iterations must be >= 1"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
   RETURN_IF_ERROR(expect_tensor(kOp, "du", args.du, DType::kF32, {tokens, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dpost", args.dpost, DType::kF32, {tokens, n}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dcomb", args.dcomb, DType::kF32, {tokens, n, n}));
@@ -150,21 +165,15 @@ absl::Status validate(const MhcMixBackward& args) {
 
 absl::Status validate(const MhcMerge& args) {
   constexpr const char* kOp = "mhc_merge";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_merge(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
   return expect_tensor(kOp, "out", args.out, DType::kF32, {tokens, n, width});
 }
 
 absl::Status validate(const MhcMergeBackward& args) {
   constexpr const char* kOp = "mhc_merge_backward";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_merge(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dout", args.dout, DType::kF32, {tokens, n, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, n, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, width}));
