@@ -20,6 +20,6 @@ What to try next:
   xdg-open runs/$run/report.html                     the page about this run (any browser; it needs no network)
   $slipstream run -c configs/quickstart.yaml --set run.id=sync --set rl.max_staleness=0     the same, synchronously
   $slipstream run -c configs/tools.yaml              multi-turn: the model learns to call a calculator
-  $slipstream inspect runs/$run/checkpoints/latest   what was trained; loads in transformers too
+  $slipstream inspect runs/$run/checkpoints/latest   what was trained
   README.md, "The roles apart"                       the same job as separate processes, with mpirun
 END

@@ -182,13 +182,13 @@ void EngineClient::end_session(const std::string& session_id) {
     v1::AbortRequest request;
     v1::AbortResponse response;
   };
-  auto call = std::make_shared<Call>();
+  const auto call = std::make_shared<Call>();
   call->stub = connections_->to(worker);
   call->request.set_session_id(session_id);
-  connections_->aborts.start(kAbortTimeout, [call](grpc::ClientContext* context, std::function<void(grpc::Status)> done) {
-    call->stub->async()->Abort(context, &call->request, &call->response,
-                               [call, done = std::move(done)](grpc::Status status) { done(std::move(status)); });
-  });
+  connections_->aborts.start(kAbortTimeout, call,
+                             [raw = call.get()](grpc::ClientContext* context, std::function<void(grpc::Status)> done) {
+                               raw->stub->async()->Abort(context, &raw->request, &raw->response, std::move(done));
+                             });
 }
 
 }  // namespace slipstream::gateway

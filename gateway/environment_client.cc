@@ -132,17 +132,19 @@ void EnvironmentClient::close(const std::string& episode_id, Place place) {
   struct Call {
     v1::CloseRequest request;
     v1::CloseResponse response;
-    Place place;
+    std::optional<Place> place;
   };
-  auto call = std::make_shared<Call>(Call{{}, {}, std::move(place)});
+  const auto call = std::make_shared<Call>();
   call->request.set_episode_id(episode_id);
-  stub_->closes.start(kCloseTimeout, [&](grpc::ClientContext* context, std::function<void(grpc::Status)> done) {
-    stub_->stub->async()->Close(context, &call->request, &call->response,
-                                [call, done = std::move(done)](grpc::Status status) mutable {
-                                  call.reset();  // the place is free before `done` lets us be destroyed
-                                  done(std::move(status));
-                                });
-  });
+  call->place.emplace(std::move(place));
+  stub_->closes.start(kCloseTimeout, call,
+                      [this, raw = call.get()](grpc::ClientContext* context, std::function<void(grpc::Status)> done) {
+                        stub_->stub->async()->Close(context, &raw->request, &raw->response,
+                                                    [raw, done = std::move(done)](grpc::Status status) {
+                                                      raw->place.reset();
+                                                      done(std::move(status));
+                                                    });
+                      });
 }
 
 void EnvironmentClient::record(const absl::Status& status) {
