@@ -59,7 +59,7 @@ void reference(const Gqa& args) {
         std::vector<double> p;
         for (int64_t s = 0; s <= position; ++s) {
           const std::vector<float> key = head_of(args.k, b, s, head / group, width);
-          p.push_back(dot_product(head_row(args.q, t, head), key.data(), width) * args.scale);
+          p.push_back(dot_product(args.q.row(t, head), key.data(), width) * args.scale);
         }
         const double lse = softmax(p);
         std::vector<double> o(static_cast<size_t>(width), 0.0);
@@ -67,7 +67,7 @@ void reference(const Gqa& args) {
           const std::vector<float> value = head_of(args.v, b, s, head / group, width);
           for (size_t r = 0; r < o.size(); ++r) o[r] += p[static_cast<size_t>(s)] * value[r];
         }
-        std::copy(o.begin(), o.end(), head_row(args.o, t, head));
+        std::copy(o.begin(), o.end(), args.o.row(t, head));
         if (!args.lse.empty()) args.lse.row(t)[head] = static_cast<float>(lse);
       }
     }
@@ -83,9 +83,9 @@ void reference(const GqaBackward& args) {
     const int64_t begin = args.sequences.begin(b);
     for (int64_t t = begin; t < args.sequences.end(b); ++t) {
       for (int64_t head = 0; head < heads; ++head) {
-        const float* q = head_row(args.q, t, head);
-        const float* d_o = head_row(args.d_o, t, head);
-        const double mean = dot_product(d_o, head_row(args.o, t, head), width);
+        const float* q = args.q.row(t, head);
+        const float* d_o = args.d_o.row(t, head);
+        const double mean = dot_product(d_o, args.o.row(t, head), width);
         std::vector<double> dq(static_cast<size_t>(width), 0.0);
         for (int64_t s = 0; s <= t - begin; ++s) {
           const std::vector<float> key = head_of(args.k, b, s, head / group, width);
@@ -99,14 +99,14 @@ void reference(const GqaBackward& args) {
             dv[static_cast<size_t>(row + i)] += p * d_o[i];
           }
         }
-        std::copy(dq.begin(), dq.end(), head_row(args.dq, t, head));
+        std::copy(dq.begin(), dq.end(), args.dq.row(t, head));
       }
     }
   }
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t g = 0; g < args.kv_heads; ++g) {
-      std::copy_n(dk.data() + (t * args.kv_heads + g) * width, width, head_row(args.dk, t, g));
-      std::copy_n(dv.data() + (t * args.kv_heads + g) * width, width, head_row(args.dv, t, g));
+      std::copy_n(dk.data() + (t * args.kv_heads + g) * width, width, args.dk.row(t, g));
+      std::copy_n(dv.data() + (t * args.kv_heads + g) * width, width, args.dv.row(t, g));
     }
   }
 }

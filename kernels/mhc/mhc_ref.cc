@@ -41,11 +41,8 @@ absl::Status expect_merge(const char* op, const Args& args) {
   return expect_tensor(op, "comb", args.comb, DType::kF32, {tokens, n, n});
 }
 
-float* stream_of(const Tensor& x, int64_t t, int64_t i) {
-  return x.f32() + t * x.stride(0) + i * x.stride(1);
-}
 float& element(const Tensor& matrices, int64_t t, int64_t i, int64_t j) {
-  return stream_of(matrices, t, i)[j];
+  return matrices.row(t, i)[j];
 }
 
 // The part of z that column e belongs to: 0 pre, 1 post, 2 comb.
@@ -210,7 +207,7 @@ void reference(const MhcMix& args) {
     double square_sum = 0.0;
     for (int64_t i = 0; i < n; ++i) {
       for (int64_t h = 0; h < width; ++h)
-        square_sum += double{stream_of(args.x, t, i)[h]} * stream_of(args.x, t, i)[h];
+        square_sum += double{args.x.row(t, i)[h]} * args.x.row(t, i)[h];
     }
     const double inv_rms = 1.0 / std::sqrt(square_sum / static_cast<double>(n * width) + args.norm_eps);
     args.inv_rms.f32()[t] = static_cast<float>(inv_rms);
@@ -218,7 +215,7 @@ void reference(const MhcMix& args) {
     for (int64_t h = 0; h < width; ++h) {
       double u = 0.0;
       for (int64_t i = 0; i < n; ++i) {
-        u += (sigmoid(logits[static_cast<size_t>(i)]) + args.eps) * stream_of(args.x, t, i)[h];
+        u += (sigmoid(logits[static_cast<size_t>(i)]) + args.eps) * args.x.row(t, i)[h];
       }
       args.u.row(t)[h] = static_cast<float>(u);
     }
@@ -242,7 +239,7 @@ void reference(const MhcMixBackward& args) {
     std::vector<double> dlogits;
     for (int64_t i = 0; i < n; ++i) {
       double dpre = 0.0;
-      for (int64_t h = 0; h < width; ++h) dpre += double{args.du.row(t)[h]} * stream_of(args.x, t, i)[h];
+      for (int64_t h = 0; h < width; ++h) dpre += double{args.du.row(t)[h]} * args.x.row(t, i)[h];
       const double pre = sigmoid(logits[static_cast<size_t>(i)]);
       dlogits.push_back(dpre * pre * (1.0 - pre));
     }
@@ -272,8 +269,8 @@ void reference(const MhcMixBackward& args) {
     for (int64_t i = 0; i < n; ++i) {
       const double pre = sigmoid(logits[static_cast<size_t>(i)]) + args.eps;
       for (int64_t h = 0; h < width; ++h) {
-        float& dx = stream_of(args.dx, t, i)[h];
-        dx = static_cast<float>(dx + pre * args.du.row(t)[h] + along_x * stream_of(args.x, t, i)[h]);
+        float& dx = args.dx.row(t, i)[h];
+        dx = static_cast<float>(dx + pre * args.du.row(t)[h] + along_x * args.x.row(t, i)[h]);
       }
     }
   }
@@ -291,11 +288,11 @@ void reference(const MhcMerge& args) {
       for (int64_t j = 0; j < n; ++j) {
         double sum = double{args.post.row(t)[j]} * args.y.row(t)[h];
         for (int64_t i = 0; i < n; ++i)
-          sum += double{element(args.comb, t, i, j)} * stream_of(args.x, t, i)[h];
+          sum += double{element(args.comb, t, i, j)} * args.x.row(t, i)[h];
         out[static_cast<size_t>(j)] = sum;
       }
       for (int64_t j = 0; j < n; ++j)
-        stream_of(args.out, t, j)[h] = static_cast<float>(out[static_cast<size_t>(j)]);
+        args.out.row(t, j)[h] = static_cast<float>(out[static_cast<size_t>(j)]);
     }
   }
 }
@@ -307,25 +304,25 @@ void reference(const MhcMergeBackward& args) {
   for (int64_t t = 0; t < args.x.size(0); ++t) {
     for (int64_t j = 0; j < n; ++j) {
       double dpost = 0.0;
-      for (int64_t h = 0; h < width; ++h) dpost += double{stream_of(args.dout, t, j)[h]} * args.y.row(t)[h];
+      for (int64_t h = 0; h < width; ++h) dpost += double{args.dout.row(t, j)[h]} * args.y.row(t)[h];
       args.dpost.row(t)[j] = static_cast<float>(dpost);
       for (int64_t i = 0; i < n; ++i) {
         double dcomb = 0.0;
         for (int64_t h = 0; h < width; ++h) {
-          dcomb += double{stream_of(args.dout, t, j)[h]} * stream_of(args.x, t, i)[h];
+          dcomb += double{args.dout.row(t, j)[h]} * args.x.row(t, i)[h];
         }
         element(args.dcomb, t, i, j) = static_cast<float>(dcomb);
       }
     }
     for (int64_t h = 0; h < width; ++h) {
       double dy = 0.0;
-      for (int64_t j = 0; j < n; ++j) dout[static_cast<size_t>(j)] = stream_of(args.dout, t, j)[h];
+      for (int64_t j = 0; j < n; ++j) dout[static_cast<size_t>(j)] = args.dout.row(t, j)[h];
       for (int64_t j = 0; j < n; ++j) dy += args.post.row(t)[j] * dout[static_cast<size_t>(j)];
       args.dy.row(t)[h] = static_cast<float>(dy);
       for (int64_t i = 0; i < n; ++i) {
         double dx = 0.0;
         for (int64_t j = 0; j < n; ++j) dx += element(args.comb, t, i, j) * dout[static_cast<size_t>(j)];
-        stream_of(args.dx, t, i)[h] = static_cast<float>(dx);
+        args.dx.row(t, i)[h] = static_cast<float>(dx);
       }
     }
   }
@@ -335,7 +332,7 @@ void reference(const MhcExpand& args) {
   CHECK_OK(validate(args));
   for (int64_t t = 0; t < args.out.size(0); ++t) {
     for (int64_t i = 0; i < args.out.size(1); ++i) {
-      for (int64_t h = 0; h < args.out.size(2); ++h) stream_of(args.out, t, i)[h] = args.x.row(t)[h];
+      for (int64_t h = 0; h < args.out.size(2); ++h) args.out.row(t, i)[h] = args.x.row(t)[h];
     }
   }
 }
@@ -345,7 +342,7 @@ void reference(const MhcMean& args) {
   for (int64_t t = 0; t < args.x.size(0); ++t) {
     for (int64_t h = 0; h < args.x.size(2); ++h) {
       double sum = 0.0;
-      for (int64_t i = 0; i < args.x.size(1); ++i) sum += stream_of(args.x, t, i)[h];
+      for (int64_t i = 0; i < args.x.size(1); ++i) sum += args.x.row(t, i)[h];
       args.out.row(t)[h] = static_cast<float>(sum / static_cast<double>(args.x.size(1)));
     }
   }
@@ -356,7 +353,7 @@ void reference(const MhcExpandBackward& args) {
   for (int64_t t = 0; t < args.dout.size(0); ++t) {
     for (int64_t h = 0; h < args.dout.size(2); ++h) {
       double sum = 0.0;
-      for (int64_t i = 0; i < args.dout.size(1); ++i) sum += stream_of(args.dout, t, i)[h];
+      for (int64_t i = 0; i < args.dout.size(1); ++i) sum += args.dout.row(t, i)[h];
       args.dx.row(t)[h] = static_cast<float>(sum);
     }
   }
@@ -367,7 +364,7 @@ void reference(const MhcMeanBackward& args) {
   for (int64_t t = 0; t < args.dx.size(0); ++t) {
     for (int64_t i = 0; i < args.dx.size(1); ++i) {
       for (int64_t h = 0; h < args.dx.size(2); ++h) {
-        stream_of(args.dx, t, i)[h] = args.dout.row(t)[h] / static_cast<float>(args.dx.size(1));
+        args.dx.row(t, i)[h] = args.dout.row(t)[h] / static_cast<float>(args.dx.size(1));
       }
     }
   }

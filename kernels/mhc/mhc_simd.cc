@@ -43,7 +43,7 @@ void for_stream_count(int64_t n, Body&& body) {
 template <int N>
 struct TokenRows {
   TokenRows(const Tensor& x, int64_t token) {
-    for (int i = 0; i < N; ++i) at[i] = x.f32() + token * x.stride(0) + i * x.stride(1);
+    for (int i = 0; i < N; ++i) at[i] = x.row(token, i);
   }
   float* at[N];
 };

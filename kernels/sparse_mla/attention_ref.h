@@ -23,11 +23,6 @@ inline std::vector<float> stored_row(const PagedRows& rows, int64_t b, int64_t p
   return row;
 }
 
-// Head `head` of row t of x [T, h, d].
-inline float* head_row(const Tensor& x, int64_t t, int64_t head) {
-  return x.f32() + t * x.stride(0) + head * x.stride(1);
-}
-
 inline double dot_product(const float* a, const float* b, int64_t n) {
   double sum = 0.0;
   for (int64_t i = 0; i < n; ++i) sum += double{a[i]} * b[i];

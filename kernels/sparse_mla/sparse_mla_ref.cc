@@ -87,7 +87,7 @@ void reference(const SparseMla& args) {
       for (int64_t head = 0; head < heads; ++head) {
         std::vector<double> p;
         for (int64_t s : positions) {
-          p.push_back(dot_product(head_row(args.q, t, head), key_row(args.keys, b, s).data(), width) * args.scale);
+          p.push_back(dot_product(args.q.row(t, head), key_row(args.keys, b, s).data(), width) * args.scale);
         }
         const double lse = softmax(p);
         std::vector<double> o(static_cast<size_t>(rank), 0.0);
@@ -95,7 +95,7 @@ void reference(const SparseMla& args) {
           const std::vector<float> key = key_row(args.keys, b, positions[i]);
           for (size_t r = 0; r < o.size(); ++r) o[r] += p[i] * key[r];
         }
-        std::copy(o.begin(), o.end(), head_row(args.o, t, head));
+        std::copy(o.begin(), o.end(), args.o.row(t, head));
         if (!args.lse.empty()) args.lse.row(t)[head] = static_cast<float>(lse);
       }
     }
@@ -111,9 +111,9 @@ void reference(const SparseMlaBackward& args) {
     const int64_t begin = args.sequences.begin(b);
     for (int64_t t = begin; t < args.sequences.end(b); ++t) {
       for (int64_t head = 0; head < heads; ++head) {
-        const float* q = head_row(args.q, t, head);
-        const float* d_o = head_row(args.d_o, t, head);
-        const double mean = dot_product(d_o, head_row(args.o, t, head), rank);
+        const float* q = args.q.row(t, head);
+        const float* d_o = args.d_o.row(t, head);
+        const double mean = dot_product(d_o, args.o.row(t, head), rank);
         std::vector<double> dq(static_cast<size_t>(width), 0.0);
         for (int64_t s : selection(args.sequences, args.indices, args.counts, b, t)) {
           const std::vector<float> key = key_row(args.keys, b, s);
@@ -124,7 +124,7 @@ void reference(const SparseMlaBackward& args) {
           for (int64_t w = 0; w < width; ++w) dkey[w] += ds * q[w];
           for (int64_t r = 0; r < rank; ++r) dkey[r] += p * d_o[r];
         }
-        std::copy(dq.begin(), dq.end(), head_row(args.dq, t, head));
+        std::copy(dq.begin(), dq.end(), args.dq.row(t, head));
       }
     }
   }
