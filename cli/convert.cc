@@ -17,6 +17,7 @@ struct Flags {
   std::string dtype = "bf16";
   int64_t shard_bytes_max = 5'000'000'000;
   int threads = 2;
+  bool force = false;
 };
 
 // Names the dtype wherever the config has it, so that the next reader believes the files.
@@ -37,6 +38,7 @@ absl::Status convert(const Flags& flags) {
   if (std::filesystem::equivalent(flags.model, flags.out, error)) {
     return absl::InvalidArgumentError(flags.out + ": expected another directory than the model's");
   }
+  RETURN_IF_ERROR(check_replaces_nothing(flags.out, flags.force));
   ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(flags.threads));
   ASSIGN_OR_RETURN(model::LoadedWeights weights, model::load_weights(flags.model, dtype, *stream));
   set_dtype(weights.config, dtype);
@@ -53,8 +55,9 @@ Run add_convert(CLI::App& app) {
   app.add_option("model", flags->model, "Model directory")->required();
   app.add_option("out", flags->out, "Where the converted checkpoint goes")->required();
   app.add_option("--dtype", flags->dtype, "fp32 or bf16");
-  app.add_option("--shard-bytes", flags->shard_bytes_max, "Largest shard file")->check(CLI::PositiveNumber);
-  app.add_option("--threads", flags->threads, "CPU threads");
+  app.add_option("--shard-bytes", flags->shard_bytes_max, "Largest shard file")->check(integer_in(1));
+  app.add_option("--threads", flags->threads, "CPU threads")->check(thread_count());
+  app.add_flag("--force", flags->force, "Replace a model that is already there");
   return [flags] { return convert(*flags); };
 }
 

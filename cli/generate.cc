@@ -38,12 +38,10 @@ absl::Status check_flags(const Flags& flags) {
   const auto refuse = [](const char* flag, const char* expected) {
     return absl::InvalidArgumentError(absl::StrCat(flag, ": expected ", expected));
   };
-  if (flags.max_tokens < 1) return refuse("--max-tokens", ">= 1");
   const bool greedy = flags.temperature == 0.0f;
   if (!greedy && !(flags.temperature >= 1e-3f && flags.temperature <= 100.0f)) {
     return refuse("--temperature", "0 or 0.001..100");
   }
-  if (flags.top_k < 0) return refuse("--top-k", ">= 0");
   if (!(flags.top_p > 0.0f) || flags.top_p > 1.0f) return refuse("--top-p", "more than 0, at most 1");
   if (!(flags.min_p >= 0.0f) || flags.min_p >= 1.0f) return refuse("--min-p", "at least 0, less than 1");
   return absl::OkStatus();
@@ -53,13 +51,9 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
   const model::ModelConfig& config = runtime.model->config();
   const model::ModelWeights& weights = runtime.loaded.store.tensors();
   const int64_t prompt_tokens = static_cast<int64_t>(prompt.size());
+  RETURN_IF_ERROR(check_ids("--ids", prompt, config));
   // The last token sampled is never stored, so one more than the positions left can be.
-  const int64_t left = config.max_positions - prompt_tokens + 1;
-  if (left < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("--ids: ", prompt_tokens, " tokens, expected at most ",
-                                                   "max_position_embeddings ", config.max_positions));
-  }
-  const int64_t max_tokens = std::min(flags.max_tokens, left);
+  const int64_t max_tokens = std::min(flags.max_tokens, config.max_positions - prompt_tokens + 1);
   ASSIGN_OR_RETURN(const std::unique_ptr<model::Cache> cache,
                    model::Cache::create(config, {.tokens = prompt_tokens + max_tokens, .sequences = 1,
                                                  .dtype = runtime.loaded.store.dtype()}));
@@ -128,16 +122,19 @@ Run add_generate(CLI::App& app) {
   auto flags = std::make_shared<Flags>();
   app.add_option("--model", flags->runtime.model, "Model directory")->required();
   app.add_option("--ids", flags->ids, "Prompt token ids, such as 5,9,17")->required();
-  app.add_option("--max-tokens", flags->max_tokens, "Most tokens to sample");
-  app.add_option("--temperature", flags->temperature, "0: always the most probable token");
-  app.add_option("--top-k", flags->top_k, "Sample among the k most probable tokens; 0: all");
-  app.add_option("--top-p", flags->top_p, "Sample among the most probable tokens that reach this probability");
-  app.add_option("--min-p", flags->min_p, "Sample among tokens at least this fraction as probable as the first");
-  app.add_option("--seed", flags->seed, "Of the random draws");
+  app.add_option("--max-tokens", flags->max_tokens, "Most tokens to sample")->check(integer_in(1));
+  app.add_option("--temperature", flags->temperature, "0: always the most probable token")->check(finite_number());
+  app.add_option("--top-k", flags->top_k, "Sample among the k most probable tokens; 0: all")
+      ->check(integer_in(0, std::numeric_limits<int32_t>::max()));
+  app.add_option("--top-p", flags->top_p, "Sample among the most probable tokens that reach this probability")
+      ->check(finite_number());
+  app.add_option("--min-p", flags->min_p, "Sample among tokens at least this fraction as probable as the first")
+      ->check(finite_number());
+  app.add_option("--seed", flags->seed, "Of the random draws")->check(seed_number());
   app.add_flag("--ignore-eos", flags->ignore_eos, "Go on after an end-of-sequence token");
   app.add_flag("!--no-weight-panels", flags->weight_panels, "Keep one copy of the weights: less memory, slower");
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
-  app.add_option("--threads", flags->runtime.threads, "CPU threads");
+  app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [...]}");
   return [flags] { return generate(*flags); };
 }

@@ -1,6 +1,5 @@
 // slipstream init DIR --config PRESET|PATH: a checkpoint with random weights in the published format.
 #include <cstdio>
-#include <filesystem>
 #include <memory>
 
 #include "cli/commands.h"
@@ -26,10 +25,7 @@ constexpr int64_t kParametersMax = 20'000'000'000;
 
 absl::Status init(const Flags& flags) {
   ASSIGN_OR_RETURN(const model::ModelConfig config, read_config_or_preset(flags.config));
-  std::error_code error;
-  if (!flags.force && std::filesystem::exists(flags.directory + "/config.json", error)) {
-    return absl::AlreadyExistsError(flags.directory + ": holds a model already; --force replaces it");
-  }
+  RETURN_IF_ERROR(check_replaces_nothing(flags.directory, flags.force));
   int64_t parameters = 0;
   for (const model::Parameter& p : model::list_parameters(config, config.mtp_layers > 0)) parameters += p.numel();
   if (parameters > kParametersMax) {
@@ -53,9 +49,9 @@ Run add_init(CLI::App& app) {
   app.add_option("directory", flags->directory, "Where the checkpoint goes")->required();
   app.add_option("--config", flags->config, "A config.json, a model directory, or a preset: " + preset_names())
       ->required();
-  app.add_option("--seed", flags->seed, "Of the random weights");
-  app.add_option("--shard-bytes", flags->shard_bytes_max, "Largest shard file")->check(CLI::PositiveNumber);
-  app.add_option("--threads", flags->threads, "CPU threads");
+  app.add_option("--seed", flags->seed, "Of the random weights")->check(seed_number());
+  app.add_option("--shard-bytes", flags->shard_bytes_max, "Largest shard file")->check(integer_in(1));
+  app.add_option("--threads", flags->threads, "CPU threads")->check(thread_count());
   app.add_flag("--force", flags->force, "Replace a model that is already there");
   return [flags] { return init(*flags); };
 }

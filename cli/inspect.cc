@@ -107,7 +107,7 @@ Run add_inspect(CLI::App& app) {
   app.add_option("path", flags->path, "A model directory, a config.json, or a preset: " + preset_names())->required();
   app.add_flag("--json", flags->json, "One JSON object instead of tables");
   app.add_option("--context", flags->context, "Context length for compute; default: max_position_embeddings")
-      ->check(CLI::PositiveNumber);
+      ->check(integer_in(1));
   return [flags] { return inspect(*flags); };
 }
 

@@ -19,6 +19,7 @@ struct Flags {
 absl::Status logprobs(const Flags& flags) {
   ASSIGN_OR_RETURN(const std::vector<int32_t> ids, parse_ids("--ids", flags.ids));
   ASSIGN_OR_RETURN(Runtime runtime, Runtime::open(flags.runtime));
+  RETURN_IF_ERROR(check_ids("--ids", ids, runtime.model->config()));
   const model::Batch batch{.tokens = ids, .lengths = {static_cast<int64_t>(ids.size())}, .cached = {}};
   ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
                    model::prepare_batch(runtime.model->config(), batch, nullptr, runtime.arena, *runtime.stream));
@@ -60,7 +61,7 @@ Run add_logprobs(CLI::App& app) {
   app.add_option("--model", flags->runtime.model, "Model directory")->required();
   app.add_option("--ids", flags->ids, "Token ids, such as 5,9,17")->required();
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
-  app.add_option("--threads", flags->runtime.threads, "CPU threads");
+  app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [null, ...]}");
   return [flags] { return logprobs(*flags); };
 }

@@ -16,4 +16,16 @@ absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
   return Runtime{std::move(stream), std::move(loaded), std::move(model), std::move(arena)};
 }
 
+absl::Status check_ids(const std::string& flag, const std::vector<int32_t>& ids, const model::ModelConfig& config) {
+  if (static_cast<int64_t>(ids.size()) > config.max_positions) {
+    return absl::InvalidArgumentError(absl::StrCat(flag, ": ", ids.size(), " tokens, expected at most ",
+                                                   "max_position_embeddings ", config.max_positions));
+  }
+  for (const int32_t id : ids) {
+    if (id >= 0 && id < config.vocab) continue;
+    return absl::InvalidArgumentError(absl::StrCat(flag, ": ", id, ", expected ids in 0..", config.vocab - 1));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace slipstream::cli

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "common/status.h"
 #include "kernels/arena.h"
@@ -26,5 +27,8 @@ struct Runtime {
 
   static absl::StatusOr<Runtime> open(const RuntimeFlags& flags);
 };
+
+// InvalidArgument naming `flag`: ids outside the vocabulary, or more than the model has positions.
+absl::Status check_ids(const std::string& flag, const std::vector<int32_t>& ids, const model::ModelConfig& config);
 
 }  // namespace slipstream::cli

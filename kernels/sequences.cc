@@ -15,6 +15,12 @@ absl::Status expect_sequences(const char* op, const Sequences& sequences, int64_
   return expect_that(op, ascending && sequences.rows() == rows, "row_begin must ascend from 0 to the number of rows");
 }
 
+absl::Status expect_whole(const char* op, const Sequences& sequences) {
+  bool whole = true;
+  for (int64_t b = 0; b < sequences.count(); ++b) whole = whole && sequences.cached_tokens(b) == 0;
+  return expect_that(op, whole, "every sequence must be whole: cached == 0");
+}
+
 absl::Status expect_paged(const char* op, const char* name, const PagedRows& rows, const Sequences& sequences,
                           int64_t width, int64_t tokens_per_row) {
   RETURN_IF_ERROR(expect_weight(op, name, rows.pool, {-1, kPageRows, width}));

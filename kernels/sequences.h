@@ -19,7 +19,7 @@ struct Sequences {
   int64_t cached_tokens(int64_t b) const { return cached.i32()[b]; }
 };
 
-// Rows a page of any paged store holds. KDA chunks have the same length, so both end on the same tokens.
+// Rows a page of any paged store holds. A whole number of KDA chunks, so that where a page ends a chunk ends.
 constexpr int64_t kPageRows = 64;
 
 // Rows of W values that belong to growing sequences, kept in pages of one pool:
@@ -38,6 +38,8 @@ struct PagedRows {
 
 // InvalidArgument unless row_begin ascends from 0 to `rows` over cached.size(0) sequences.
 absl::Status expect_sequences(const char* op, const Sequences& sequences, int64_t rows);
+// InvalidArgument unless no sequence has tokens before this batch.
+absl::Status expect_whole(const char* op, const Sequences& sequences);
 // InvalidArgument unless the pool has this width and the table has a page for every row that `sequences` reaches
 // (positions 0 .. cached + new - 1, divided by `tokens_per_row` for stores that keep one row per several tokens).
 absl::Status expect_paged(const char* op, const char* name, const PagedRows& rows, const Sequences& sequences,

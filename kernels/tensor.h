@@ -65,6 +65,7 @@ class Tensor {
   int32_t* i32() const { return data<int32_t>(); }
   // Row i of a matrix (rank 2, f32), or of any tensor by its first dimension.
   float* row(int64_t i) const { return f32() + i * stride_[0]; }
+  float* row(int64_t i, int64_t j) const { return f32() + i * stride_[0] + j * stride_[1]; }  // rank 3 or 4
 
   Tensor slice(int dim, int64_t begin, int64_t end) const;  // the sub-range of one dimension
   Tensor operator[](int64_t i) const;                       // drops the first dimension

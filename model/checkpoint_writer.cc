@@ -24,6 +24,7 @@ using kernels::DType;
 using kernels::Tensor;
 
 constexpr char kTemporary[] = ".tmp";
+constexpr char kConfigFileName[] = "config.json";
 constexpr size_t kNameBytesMax = 1024;
 constexpr int64_t kShardsMax = 99'999;  // five digits in the file names
 constexpr int64_t kLengthBytes = 8;     // in front of the header
@@ -59,6 +60,17 @@ absl::Status write_small(const std::string& path, absl::Span<const std::byte> by
   ASSIGN_OR_RETURN(OutputFile file, OutputFile::create(path));
   RETURN_IF_ERROR(file.append(bytes));
   return file.finish();
+}
+
+absl::Span<const std::byte> bytes_of(const std::string& text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+// Is there something at `path` that is not a file of this text?
+bool holds_other_than(const std::string& path, const std::string& text) {
+  const absl::StatusOr<MappedFile> file = MappedFile::open(path);
+  if (!file.ok()) return !absl::IsNotFound(file.status());
+  return file->bytes() != bytes_of(text);
 }
 
 absl::Status make_directory(const std::string& dir) {
@@ -213,7 +225,7 @@ absl::Status CheckpointWriter::write_shard(const Shard& shard, const std::string
   return file.finish();
 }
 
-absl::Status CheckpointWriter::write_files(const std::string& dir, const std::vector<Shard>& shards) {
+absl::Status CheckpointWriter::write_files(const std::string& dir, const std::vector<Shard>& shards) const {
   CheckpointIndex index;
   int64_t total_bytes = 0;
   for (const Shard& shard : shards) {
@@ -221,10 +233,10 @@ absl::Status CheckpointWriter::write_files(const std::string& dir, const std::ve
     for (const Entry* entry : shard.entries) index.weight_map[entry->tensor.name] = shard.file_name;
     total_bytes += shard.data_bytes;
   }
+  if (config_) RETURN_IF_ERROR(write_small(temporary(absl::StrCat(dir, "/", kConfigFileName)), bytes_of(*config_)));
   if (shards.size() == 1) return absl::OkStatus();
   const std::string text = format_checkpoint_index(index, total_bytes);
-  return write_small(temporary(absl::StrCat(dir, "/", kIndexFileName)),
-                     {reinterpret_cast<const std::byte*>(text.data()), text.size()});
+  return write_small(temporary(absl::StrCat(dir, "/", kIndexFileName)), bytes_of(text));
 }
 
 // Readers take model.safetensors before an index. So it is the rename of model.safetensors or of the index,
@@ -232,7 +244,13 @@ absl::Status CheckpointWriter::write_files(const std::string& dir, const std::ve
 // directory's.
 absl::Status CheckpointWriter::publish(const std::string& dir, const std::vector<Shard>& shards) const {
   const std::string index_path = absl::StrCat(dir, "/", kIndexFileName);
+  const std::string config_path = absl::StrCat(dir, "/", kConfigFileName);
   ASSIGN_OR_RETURN(std::set<std::string> stale, list_checkpoint_files(dir));
+  if (config_ && holds_other_than(config_path, *config_)) {
+    before(absl::StrCat("remove ", kConfigFileName));
+    RETURN_IF_ERROR(remove_file(config_path));
+    RETURN_IF_ERROR(sync_directory(dir));
+  }
   const bool sharded = shards.size() > 1;
   const bool replaces_shard = std::any_of(
       shards.begin(), shards.end(), [&](const Shard& shard) { return stale.contains(shard.file_name); });
@@ -267,6 +285,10 @@ absl::Status CheckpointWriter::publish(const std::string& dir, const std::vector
     before(absl::StrCat("remove ", name));
     RETURN_IF_ERROR(remove_file(absl::StrCat(dir, "/", name)));
   }
+  RETURN_IF_ERROR(sync_directory(dir));
+  if (!config_) return absl::OkStatus();
+  before(absl::StrCat("rename ", kConfigFileName));
+  RETURN_IF_ERROR(rename_file(temporary(config_path), config_path));
   return sync_directory(dir);
 }
 
@@ -277,7 +299,9 @@ absl::Status CheckpointWriter::save(const std::string& dir) {
     for (const Shard& shard : shards) {
       remove_file(temporary(absl::StrCat(dir, "/", shard.file_name))).IgnoreError();  // `written` tells more
     }
-    remove_file(temporary(absl::StrCat(dir, "/", kIndexFileName))).IgnoreError();
+    for (const char* name : {kIndexFileName, kConfigFileName}) {
+      remove_file(temporary(absl::StrCat(dir, "/", name))).IgnoreError();
+    }
     return written;
   }
   return publish(dir, shards);

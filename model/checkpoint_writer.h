@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -39,6 +40,9 @@ class CheckpointWriter {
   // length than the shape's.
   absl::Status add_raw(const StoredTensor& tensor);
 
+  // DIR/config.json, written and published by save() together with the tensors.
+  void set_config(std::string text) { config_ = std::move(text); }
+
   // Writes DIR/model.safetensors if all fits in one shard, else DIR/model-00001-of-000NN.safetensors, ... and
   // DIR/model.safetensors.index.json; makes DIR if it is not there. A single writer at a time in one
   // directory.
@@ -47,7 +51,9 @@ class CheckpointWriter {
   // never as a mixture. All files are written under *.tmp names and fsync'd first. Then they are renamed, the
   // index last. Only if a new shard replaces an old one of the same name is the old index removed first: from
   // there until the rename of the new index, some milliseconds, nothing loads; save into a fresh directory to
-  // avoid that. Files of an earlier save that the new checkpoint does not have are removed at the end.
+  // avoid that. Files of an earlier save that the new checkpoint does not have are removed at the end. An old
+  // config.json of other contents is removed before the first rename, and the new one appears after all else: weights
+  // never stand beside another model's config.
   // InvalidArgument: nothing was added, or more than 99,999 shards; ResourceExhausted and others: as the
   // system says. On an error the files written so far are removed, unless renaming had begun.
   absl::Status save(const std::string& dir);
@@ -72,7 +78,7 @@ class CheckpointWriter {
   absl::StatusOr<std::vector<Shard>> plan() const;
   static std::string format_header(const Shard& shard);
   static absl::Status write_shard(const Shard& shard, const std::string& path);
-  static absl::Status write_files(const std::string& dir, const std::vector<Shard>& shards);
+  absl::Status write_files(const std::string& dir, const std::vector<Shard>& shards) const;
   absl::Status publish(const std::string& dir, const std::vector<Shard>& shards) const;
   void before(const std::string& step) const {
     if (options_.before_step) options_.before_step(step);
@@ -81,6 +87,7 @@ class CheckpointWriter {
   CheckpointWriterOptions options_;
   std::vector<Entry> entries_;
   std::set<std::string> names_;
+  std::optional<std::string> config_;
 };
 
 // Copies one small file, such as config.json, from one directory to another: under a temporary name, fsync'd,

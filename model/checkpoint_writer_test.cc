@@ -307,6 +307,10 @@ class CheckpointReplaceTest : public ::testing::TestWithParam<Change> {
     CHECK_OK(save_uniform(dir_.path(), GetParam().old_count, 1.0f, kTwoFit));
     dir_.write("model-00007-of-00009.safetensors.tmp", "left by a crash");
   }
+  void expect_generation(float generation) const {
+    Checkpoint checkpoint = open_checkpoint(dir_.path());
+    EXPECT_EQ(generation_of(checkpoint), generation);
+  }
   void expect_new_and_nothing_else() const {
     Checkpoint checkpoint = open_checkpoint(dir_.path());
     EXPECT_EQ(generation_of(checkpoint), 2.0f);
@@ -361,6 +365,47 @@ TEST_P(CheckpointReplaceTest, ACrashAtAnyStepLeavesOldOrNewOrNothing) {
   }
   EXPECT_GT(olds, 0);
   EXPECT_GT(news, 0);
+}
+
+// Weights and config.json are each other's after a crash at any step, or one of them does not load.
+TEST_P(CheckpointReplaceTest, ConfigGoesWithItsWeights) {
+  int olds = 0;
+  int news = 0;
+  for (int stop = 0;; ++stop) {
+    prepare();
+    dir_.write("config.json", "1");
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      int step = 0;
+      Uniform uniform(GetParam().new_count, 2.0f,
+                      {.shard_bytes_max = kTwoFit, .before_step = [&](std::string_view) {
+                         if (step++ == stop) ::_exit(9);
+                       }});
+      uniform.writer.set_config("2");
+      ::_exit(uniform.writer.save(dir_.path()).ok() ? 0 : 1);
+    }
+    int result = 0;
+    ASSERT_EQ(::waitpid(child, &result, 0), child);
+    ASSERT_TRUE(WIFEXITED(result));
+    if (WEXITSTATUS(result) == 0) break;  // there was no such step
+    ASSERT_EQ(WEXITSTATUS(result), 9);
+    absl::StatusOr<Checkpoint> opened = Checkpoint::open(dir_.path(), {});
+    if (!opened.ok() || !std::filesystem::exists(dir_.file("config.json"))) continue;
+    ASSERT_EQ(absl::StrCat(generation_of(*opened)), dir_.read("config.json")) << "step " << stop;
+    ++(generation_of(*opened) == 1.0f ? olds : news);
+  }
+  EXPECT_EQ(dir_.read("config.json"), "2");
+  EXPECT_GT(olds, 0);
+  EXPECT_EQ(news, 0);  // the new config is the last step
+
+  // The same config again is never gone.
+  Uniform uniform(GetParam().new_count, 3.0f, {.shard_bytes_max = kTwoFit, .before_step = [&](std::string_view) {
+                    EXPECT_EQ(dir_.read("config.json"), "2");
+                  }});
+  uniform.writer.set_config("2");
+  ASSERT_TRUE(uniform.writer.save(dir_.path()).ok());
+  expect_generation(3.0f);
 }
 
 TEST_P(CheckpointReplaceTest, AFullDiskLeavesTheOld) {

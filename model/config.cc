@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <unordered_set>
 
 #include "model/architectures/registry.h"
 #include "model/json_reader.h"
@@ -80,6 +81,28 @@ int nesting(const std::string& text) {
   return deepest;
 }
 
+// The JSON of a file. InvalidArgument: not JSON, or a key that stands twice in one object, of which a reader would take
+// either.
+absl::StatusOr<nlohmann::ordered_json> parse_json(const std::string& text, const std::string& label) {
+  using Event = nlohmann::ordered_json::parse_event_t;
+  std::vector<std::unordered_set<std::string>> keys;  // of the objects around the place being read
+  std::string repeated;
+  const auto note = [&](int, Event event, nlohmann::ordered_json& value) {
+    if (event == Event::object_start) keys.emplace_back();
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && !keys.back().insert(value.get<std::string>()).second && repeated.empty()) {
+      repeated = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+    }
+    return true;
+  };
+  nlohmann::ordered_json json = nlohmann::ordered_json::parse(text, note, /*allow_exceptions=*/false);
+  if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(label, ": is not valid JSON"));
+  if (!repeated.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(label, ": ", repeated.substr(0, 80), ": stands twice in one object"));
+  }
+  return json;
+}
+
 }  // namespace
 
 absl::StatusOr<ModelConfig> parse_model_config(const nlohmann::ordered_json& json, const std::string& label) {
@@ -125,8 +148,7 @@ absl::StatusOr<ModelConfig> read_model_config(const std::string& path) {
   if (nesting(text.str()) > kNestingMax) {
     return absl::InvalidArgumentError(absl::StrCat(file, ": expected at most ", kNestingMax, " levels of nesting"));
   }
-  const nlohmann::ordered_json json = nlohmann::ordered_json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(file, ": is not valid JSON"));
+  ASSIGN_OR_RETURN(const nlohmann::ordered_json json, parse_json(text.str(), file));
   return parse_model_config(json, file);
 }
 

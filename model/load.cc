@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 
 #include "absl/strings/match.h"
 #include "model/checkpoint.h"
@@ -85,20 +84,11 @@ absl::Status read_parts(Checkpoint& checkpoint, const WeightStore& store, kernel
   return absl::OkStatus();
 }
 
-absl::Status write_config(const ModelConfig& config, const std::string& dir) {
+std::string config_text(const ModelConfig& config) {
   nlohmann::ordered_json json = config.source;
   json.erase("quantization_config");
   if (json.contains("text_config") && json["text_config"].is_object()) json["text_config"].erase("quantization_config");
-  const std::string path = dir + "/config.json", temporary = path + ".tmp";
-  {
-    std::ofstream out(temporary, std::ios::binary | std::ios::trunc);
-    out << json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
-    if (!out.flush()) return absl::UnavailableError(absl::StrCat(temporary, ": cannot be written"));
-  }
-  std::error_code error;
-  std::filesystem::rename(temporary, path, error);
-  if (error) return absl::UnavailableError(absl::StrCat(path, ": ", error.message()));
-  return absl::OkStatus();
+  return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 // Everything beside the weights that another program expects to find in a model directory.
@@ -144,8 +134,8 @@ absl::Status save_weights(const LoadedWeights& weights, const std::string& dir, 
       if (absl::StartsWith(name, weights.config.vision_prefix)) RETURN_IF_ERROR(writer.add_raw(*source->find(name)));
     }
   }
+  writer.set_config(config_text(weights.config));
   RETURN_IF_ERROR(writer.save(dir));
-  RETURN_IF_ERROR(write_config(weights.config, dir));
   return options.carry_from.empty() ? absl::OkStatus() : copy_side_files(options.carry_from, dir);
 }
 

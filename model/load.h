@@ -29,7 +29,7 @@ struct SaveOptions {
 };
 
 // Writes DIR in the published names: matrices and islands in the config's dtype, the router bias in fp32. config.json is
-// the source config without its quantization_config.
+// the source config without its quantization_config. A crash leaves the old model, the new one or one that does not load.
 absl::Status save_weights(const LoadedWeights& weights, const std::string& dir, const SaveOptions& options);
 
 // Fresh weights: matrices normal(0, initializer_range), norms 1, biases 0, KDA decays as published initialisation has them.

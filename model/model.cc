@@ -27,7 +27,11 @@ absl::StatusOr<std::unique_ptr<Model>> Model::create(ModelConfig config, paralle
 
 Model::Model(ModelConfig config, parallel::Groups groups)
     : config_(std::move(config)), streams_(config_.hyper ? config_.hyper->streams : 1) {
-  for (const LayerConfig& layer : config_.layers) layers_.emplace_back(config_, layer, groups);
+  for (const LayerConfig& layer : config_.layers) {
+    layers_.emplace_back(config_, layer, groups);
+    const size_t l = layers_.size() - 1;
+    selecting_layer_.push_back(l == 0 || layers_[l].runs_indexer() ? l : selecting_layer_[l - 1]);
+  }
 }
 
 // The cache's stores, or stores for this pass alone, which the layer's backward reads again.
@@ -58,19 +62,18 @@ Tensor Model::forward(const ModelWeights& w, Step& step, SavedForward* saved, co
     saved->states = {state};
     saved->layers.assign(keep_layers ? layers_.size() : 0, {});
   }
-  Selection selection;  // of the closest full-indexer layer so far
   for (size_t l = 0; l < layers_.size(); ++l) {
     const DecoderLayer& layer = layers_[l];
     LayerReplay& choice = choices[l];
     const LayerReplay replay = options.replay != nullptr ? (*options.replay)[l] : LayerReplay{};
     const Tensor out = saved != nullptr ? step.alloc({rows, width}) : spare;
     if (layer.runs_indexer()) {
-      selection = replay.selection.empty() ? layer.allocate_selection(step) : replay.selection;
-      choice.selection = selection;
+      choice.selection = replay.selection.empty() ? layer.allocate_selection(step) : replay.selection;
     }
     if (keep_choices && config_.layers[l].moe) choice.experts = step.ints({rows, config_.moe->per_token});
     const int64_t mark = step.arena.mark();
-    layer.forward(w.layers[l], state, out, layer_cache(l, cache_dtype, step), selection, replay, choice.experts,
+    layer.forward(w.layers[l], state, out, layer_cache(l, cache_dtype, step),
+                  choices[selecting_layer_[l]].selection, replay, choice.experts,
                   keep_layers ? &saved->layers[l] : nullptr, step);
     if (!keep_layers) step.arena.release(mark);
     if (saved != nullptr) {
@@ -141,12 +144,8 @@ void Model::backward(const ModelWeights& w, const SavedForward& saved, const Ten
     DecoderLayer::Saved again;
     if (saved.recompute) {
       // The first run's choices are given back: the indexer need not run again, nor could a choice flip.
-      Selection selection;
-      for (size_t i = 0; i <= l; ++i) {
-        if (layers_[i].runs_indexer()) selection = saved.choices[i].selection;
-      }
       layer.forward(w.layers[l], saved.states[l], step.alloc({rows, width}), layer_cache(l, w.embedding.dtype(), step),
-                    selection, saved.choices[l], /*chosen_experts=*/{}, &again, step);
+                    saved.choices[selecting_layer_[l]].selection, saved.choices[l], /*chosen_experts=*/{}, &again, step);
     }
     layer.backward(w.layers[l], saved.recompute ? again : saved.layers[l], dstate, dstate, dw.layers[l], step);
   }

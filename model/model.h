@@ -71,6 +71,7 @@ class Model {
   ModelConfig config_;
   int64_t streams_;
   std::vector<DecoderLayer> layers_;
+  std::vector<size_t> selecting_layer_;  // whose selection layer l uses: the closest full-indexer layer up to l, if any
 };
 
 }  // namespace slipstream::model

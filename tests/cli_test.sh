@@ -41,6 +41,8 @@ done
 # Generated log-probs are those of logprobs, to the bit, in both dtypes and on one thread or two.
 for dtype in fp32 bf16; do
   generated=$("$slipstream" generate --model "$work/flash-tiny" --ids 5,9,17 --max-tokens 20 --seed 7 --ignore-eos --dtype $dtype --threads 1 --json)
+  [ "$generated" = "$("$slipstream" generate --model "$work/flash-tiny" --ids 5,9,17 --max-tokens 20 --seed 7 --ignore-eos --dtype $dtype --no-weight-panels --json)" ] ||
+    fail "weight panels change what is generated in $dtype"
   new=$(sed -E 's/.*"ids":\[([^]]*)\].*/\1/' <<<"$generated")
   logprobs=$(sed -E 's/.*"logprobs":\[([^]]*)\].*/\1/' <<<"$generated")
   expect_output "^.*\"logprobs\":\[null,[^,]*,[^,]*,$logprobs\]\}$" "$slipstream" logprobs --model "$work/flash-tiny" --ids "5,9,17,$new" --dtype $dtype --threads 2 --json
@@ -54,16 +56,31 @@ long=$(seq -s, 3 1 258); long="$long,$long,$long,$long"   # 1,024 tokens
 expect_output '^\{"ids":\[[0-9]+\],.*"finish_reason":"length"\}$' "$slipstream" generate --model "$fixtures/glm47" --ids "$long" --max-tokens 9223372036854775800 --ignore-eos --json
 
 expect_error 1 'temperature: expected 0 or' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --temperature 1e-45
-expect_error 1 'max_position_embeddings 1024' "$slipstream" generate --model "$fixtures/glm47" --ids "$long,5"
+expect_error 1 '\-\-ids: 1025 tokens, .*max_position_embeddings 1024' "$slipstream" generate --model "$fixtures/glm47" --ids "$long,5"
+expect_error 1 '\-\-ids: 1025 tokens, .*max_position_embeddings 1024' "$slipstream" logprobs --model "$fixtures/glm47" --ids "$long,5"
 expect_error 2 'required' "$slipstream" logprobs --ids 5
 expect_error 2 'not expected' "$slipstream" inspect glm5 --surprise
 expect_error 1 'nope: no such file, nor one of the presets' "$slipstream" inspect nope
 expect_error 1 'nope/config.json|nope: cannot be opened' "$slipstream" logprobs --model "$work/nope" --ids 5
 expect_error 1 '\-\-ids: "5,x", expected token ids' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,x
-expect_error 1 'tokens\[1\]: 100000, expected 0..271' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,100000
+expect_error 1 '\-\-ids: 100000, expected ids in 0..271' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,100000
 expect_error 1 '\-\-dtype: "fp16", expected fp32 or bf16' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --dtype fp16
-expect_error 1 'threads: 0, expected 1..256' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --threads 0
+for threads in 0 257 "" 99999999999999999999 2.5; do
+  expect_error 2 "\-\-threads: \"$threads\", expected an integer in 1..256" "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --threads "$threads"
+done
+expect_error 2 '\-\-max-tokens: "", expected an integer >= 1' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --max-tokens ""
+expect_error 2 '\-\-max-tokens: "9223372036854775808", expected' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --max-tokens 9223372036854775808
+expect_error 2 '\-\-top-k: "4294967296", expected' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --top-k 4294967296
+expect_error 2 '\-\-seed: "-1", expected' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --seed -1
+expect_error 2 '\-\-top-p: "", expected a number' "$slipstream" generate --model "$work/flash-tiny" --ids 5 --top-p ""
+expect_error 2 '\-\-shard-bytes: "1e9", expected an integer' "$slipstream" init "$work/never" --config flash-tiny --shard-bytes 1e9
 expect_error 1 'holds a model already' "$slipstream" init "$work/flash-tiny" --config flash-tiny
+expect_error 1 'holds a model already' "$slipstream" convert "$work/flash-tiny" "$work/converted"
+expect_output 'written' "$slipstream" convert "$work/flash-tiny" "$work/converted" --dtype fp32 --force
+expect_output 'parameters$' "$slipstream" init "$work/glm5-tiny" --config flash-tiny --force
+expect_output '^\{"ids"' "$slipstream" logprobs --model "$work/glm5-tiny" --ids 5,9,17 --json
+mkdir "$work/twice" && sed '0,/"hidden_size"/s//"vocab_size": 4, "hidden_size"/' "$work/flash-tiny/config.json" >"$work/twice/config.json"
+expect_error 1 'config.json: "vocab_size": stands twice in one object' "$slipstream" inspect "$work/twice"
 expect_error 1 '753864139008 parameters, expected at most' "$slipstream" init "$work/huge" --config glm5
 head -c 1000 "$work/converted/model.safetensors" >"$work/cut" && mv "$work/cut" "$work/converted/model.safetensors"
 expect_error 1 'model.safetensors' "$slipstream" logprobs --model "$work/converted" --ids 5

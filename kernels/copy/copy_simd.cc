@@ -4,14 +4,14 @@
 
 namespace slipstream::kernels {
 namespace {
-constexpr int64_t kGrainValues = 65536;
+constexpr int64_t kCopiedValues = 65536;
 }
 
 // memcpy is the fast form; it needs no SIMD of ours.
 void launch(const Copy& args, Stream& stream) {
   CHECK_OK(validate(args));
   const int64_t heads = args.from.size(1), width = args.from.size(2);
-  const int64_t grain = kGrainValues / (heads * width + 1) + 1;
+  const int64_t grain = task_rows(heads * width, kCopiedValues);
   stream.parallel_for(args.from.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t j = 0; j < heads; ++j) {

@@ -54,13 +54,13 @@ HWY_EXPORT(embedding_rows);
 HWY_EXPORT(embedding_grad_columns);
 
 namespace {
-constexpr int64_t kGrainValues = 32768;  // about 5 us of copying: below that, waking a thread costs more
+constexpr int64_t kCopiedValues = 32768;
 constexpr int64_t kGradColumns = 256;    // whole cache lines, and long enough to stream
 }  // namespace
 
 void launch(const Embedding& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.table.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.table.size(1), kCopiedValues);
   stream.parallel_for(args.ids.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(embedding_rows)(args, begin, end);
   });

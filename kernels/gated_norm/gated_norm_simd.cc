@@ -1,3 +1,4 @@
+#include "kernels/add/add.h"
 #include "kernels/gated_norm/gated_norm.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -78,13 +79,9 @@ namespace slipstream::kernels {
 HWY_EXPORT(gated_norm_rows);
 HWY_EXPORT(gated_norm_backward_rows);
 
-namespace {
-constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
-}
-
 void launch(const GatedNorm& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(gated_norm_rows)(args, begin, end);
   });
@@ -105,9 +102,7 @@ void launch(const GatedNormBackward& args, Stream& stream) {
       HWY_DYNAMIC_DISPATCH(gated_norm_backward_rows)(args, first, last, partial + k * dim);
     }
   });
-  for (int64_t k = 0; k < ranges; ++k) {
-    for (int64_t i = 0; i < dim; ++i) args.dw.f32()[i] += partial[k * dim + i];
-  }
+  launch(ColumnSum{.x = Tensor(partial, DType::kF32, {ranges, dim}), .y = args.dw}, stream);
 }
 
 }  // namespace slipstream::kernels

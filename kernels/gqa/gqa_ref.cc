@@ -3,67 +3,50 @@
 #include <vector>
 
 #include "kernels/gqa/gqa.h"
+#include "kernels/sparse_mla/attention_ref.h"
 #include "kernels/validate.h"
 
 namespace slipstream::kernels {
 namespace {
 
-// The row of one head in a paged store, as fp32.
+// Head `head` of row p of sequence b.
 std::vector<float> head_of(const PagedRows& rows, int64_t b, int64_t p, int64_t head, int64_t width) {
-  const int64_t offset = rows.offset(b, p) + head * width;
-  std::vector<float> row;
-  for (int64_t i = 0; i < width; ++i) {
-    row.push_back(rows.pool.dtype() == DType::kBf16 ? to_f32(rows.pool.bf()[offset + i])
-                                                    : rows.pool.f32()[offset + i]);
-  }
-  return row;
+  return stored_row(rows, b, p, head * width, width);
 }
 
-float* head_row(const Tensor& x, int64_t t, int64_t head) {
-  return x.f32() + t * x.stride(0) + head * x.stride(1);
-}
-
-double dot(const float* a, const float* b, int64_t n) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < n; ++i) sum += double{a[i]} * b[i];
-  return sum;
+// What forward and backward have in common.
+template <class Args>
+absl::Status expect_attention(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_tensor(op, "q", args.q, DType::kF32, {-1, -1, -1}));
+  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
+  RETURN_IF_ERROR(expect_that(op, width >= 1, "q: head width must be >= 1"));
+  RETURN_IF_ERROR(expect_that(op, args.kv_heads >= 1 && heads >= 1 && heads % args.kv_heads == 0,
+                              "kv_heads must divide the heads of q"));
+  RETURN_IF_ERROR(expect_tensor(op, "o", args.o, DType::kF32, {tokens, heads, width}));
+  RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_paged(op, "k", args.k, args.sequences, args.kv_heads * width));
+  return expect_paged(op, "v", args.v, args.sequences, args.kv_heads * width);
 }
 
 }  // namespace
 
 absl::Status validate(const Gqa& args) {
   constexpr const char* kOp = "gqa";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
-  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_that(kOp, width >= 1, "q: head width must be >= 1"));
-  RETURN_IF_ERROR(expect_that(kOp, args.kv_heads >= 1 && heads >= 1 && heads % args.kv_heads == 0,
-                              "kv_heads must divide the heads of q"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "o", args.o, DType::kF32, {tokens, heads, width}));
-  if (!args.lse.empty()) RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  RETURN_IF_ERROR(expect_paged(kOp, "k", args.k, args.sequences, args.kv_heads * width));
-  return expect_paged(kOp, "v", args.v, args.sequences, args.kv_heads * width);
+  RETURN_IF_ERROR(expect_attention(kOp, args));
+  if (args.lse.empty()) return absl::OkStatus();
+  return expect_tensor(kOp, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
 }
 
 absl::Status validate(const GqaBackward& args) {
   constexpr const char* kOp = "gqa_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
+  RETURN_IF_ERROR(expect_attention(kOp, args));
+  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_that(kOp, width >= 1, "q: head width must be >= 1"));
-  RETURN_IF_ERROR(expect_that(kOp, args.kv_heads >= 1 && heads >= 1 && heads % args.kv_heads == 0,
-                              "kv_heads must divide the heads of q"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "o", args.o, DType::kF32, {tokens, heads, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens, heads}));
   RETURN_IF_ERROR(expect_tensor(kOp, "d_o", args.d_o, DType::kF32, {tokens, heads, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dq", args.dq, DType::kF32, {tokens, heads, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dk", args.dk, DType::kF32, {tokens, args.kv_heads, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dv", args.dv, DType::kF32, {tokens, args.kv_heads, width}));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  for (int64_t b = 0; b < args.sequences.count(); ++b) {
-    RETURN_IF_ERROR(expect_that(kOp, args.sequences.cached_tokens(b) == 0, "cached must be 0"));
-  }
-  RETURN_IF_ERROR(expect_paged(kOp, "k", args.k, args.sequences, args.kv_heads * width));
-  return expect_paged(kOp, "v", args.v, args.sequences, args.kv_heads * width);
+  return expect_tensor(kOp, "dv", args.dv, DType::kF32, {tokens, args.kv_heads, width});
 }
 
 void reference(const Gqa& args) {
@@ -76,18 +59,16 @@ void reference(const Gqa& args) {
         std::vector<double> p;
         for (int64_t s = 0; s <= position; ++s) {
           const std::vector<float> key = head_of(args.k, b, s, head / group, width);
-          p.push_back(dot(head_row(args.q, t, head), key.data(), width) * args.scale);
+          p.push_back(dot_product(args.q.row(t, head), key.data(), width) * args.scale);
         }
-        const double top = *std::max_element(p.begin(), p.end());
-        double sum = 0.0;
-        for (double& x : p) sum += x = std::exp(x - top);
+        const double lse = softmax(p);
         std::vector<double> o(static_cast<size_t>(width), 0.0);
         for (int64_t s = 0; s <= position; ++s) {
           const std::vector<float> value = head_of(args.v, b, s, head / group, width);
-          for (size_t r = 0; r < o.size(); ++r) o[r] += p[static_cast<size_t>(s)] / sum * value[r];
+          for (size_t r = 0; r < o.size(); ++r) o[r] += p[static_cast<size_t>(s)] * value[r];
         }
-        std::copy(o.begin(), o.end(), head_row(args.o, t, head));
-        if (!args.lse.empty()) args.lse.row(t)[head] = static_cast<float>(top + std::log(sum));
+        std::copy(o.begin(), o.end(), args.o.row(t, head));
+        if (!args.lse.empty()) args.lse.row(t)[head] = static_cast<float>(lse);
       }
     }
   }
@@ -102,15 +83,15 @@ void reference(const GqaBackward& args) {
     const int64_t begin = args.sequences.begin(b);
     for (int64_t t = begin; t < args.sequences.end(b); ++t) {
       for (int64_t head = 0; head < heads; ++head) {
-        const float* q = head_row(args.q, t, head);
-        const float* d_o = head_row(args.d_o, t, head);
-        const double mean = dot(d_o, head_row(args.o, t, head), width);
+        const float* q = args.q.row(t, head);
+        const float* d_o = args.d_o.row(t, head);
+        const double mean = dot_product(d_o, args.o.row(t, head), width);
         std::vector<double> dq(static_cast<size_t>(width), 0.0);
         for (int64_t s = 0; s <= t - begin; ++s) {
           const std::vector<float> key = head_of(args.k, b, s, head / group, width);
           const std::vector<float> value = head_of(args.v, b, s, head / group, width);
-          const double p = std::exp(dot(q, key.data(), width) * args.scale - args.lse.row(t)[head]);
-          const double ds = p * (dot(d_o, value.data(), width) - mean) * args.scale;
+          const double p = std::exp(dot_product(q, key.data(), width) * args.scale - args.lse.row(t)[head]);
+          const double ds = p * (dot_product(d_o, value.data(), width) - mean) * args.scale;
           const int64_t row = ((begin + s) * args.kv_heads + head / group) * width;
           for (int64_t i = 0; i < width; ++i) {
             dq[static_cast<size_t>(i)] += ds * key[static_cast<size_t>(i)];
@@ -118,14 +99,14 @@ void reference(const GqaBackward& args) {
             dv[static_cast<size_t>(row + i)] += p * d_o[i];
           }
         }
-        std::copy(dq.begin(), dq.end(), head_row(args.dq, t, head));
+        std::copy(dq.begin(), dq.end(), args.dq.row(t, head));
       }
     }
   }
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t g = 0; g < args.kv_heads; ++g) {
-      std::copy_n(dk.data() + (t * args.kv_heads + g) * width, width, head_row(args.dk, t, g));
-      std::copy_n(dv.data() + (t * args.kv_heads + g) * width, width, head_row(args.dv, t, g));
+      std::copy_n(dk.data() + (t * args.kv_heads + g) * width, width, args.dk.row(t, g));
+      std::copy_n(dv.data() + (t * args.kv_heads + g) * width, width, args.dv.row(t, g));
     }
   }
 }

@@ -9,12 +9,13 @@
 #include <limits>
 #include <numeric>
 
-#include "kernels/testing/op_test.h"
+#include "kernels/testing/batches.h"
 
 namespace slipstream::kernels {
 namespace {
 
 using testing::expect_same_bits;
+using testing::Piece;
 using testing::single_thread_stream;
 using testing::TensorPool;
 using testing::test_stream;
@@ -32,94 +33,36 @@ struct World {
     k = pool.random(dtype, {tokens, shape.kv_heads * shape.width}, -2.0f, 2.0f);
     v = pool.random(dtype, {tokens, shape.kv_heads * shape.width}, -2.0f, 2.0f);
   }
-  int64_t row_of(int64_t b) const {
-    return std::accumulate(lengths.begin(), lengths.begin() + b, int64_t{0});
-  }
 
   Shape shape;
-  std::vector<int64_t> lengths;
+  testing::Lengths lengths;
   int64_t tokens = 0;
   Tensor q, k, v;
 };
 
-// New tokens [begin, end) of one sequence; what came before is cached.
-struct Piece {
-  int64_t sequence, begin, end;
-};
-
-// A store of the first `end` rows of each piece in pages dealt out backwards from `last_page`; other rows are
-// NaN.
-PagedRows make_store(TensorPool& pool, const World& world, const std::vector<Piece>& pieces,
-                     const Tensor& rows, int64_t spare_pages) {
-  int64_t pages = spare_pages, pages_max = 0;
-  for (const Piece& piece : pieces) {
-    pages += (piece.end + kPageRows - 1) / kPageRows;
-    pages_max = std::max(pages_max, (piece.end + kPageRows - 1) / kPageRows);
-  }
-  const int64_t count = static_cast<int64_t>(pieces.size());
-  PagedRows store{.pool = pool.output(rows.dtype(), {pages, kPageRows, rows.size(1)}),
-                  .page_table = pool.ints({count, pages_max},
-                                          std::vector<int32_t>(static_cast<size_t>(count * pages_max), -1))};
-  const int64_t bytes = rows.size(1) * size_of(rows.dtype());
-  for (int64_t b = 0; b < count; ++b) {
-    const Piece& piece = pieces[static_cast<size_t>(b)];
-    for (int64_t p = 0; p < piece.end; ++p) {
-      if (p % kPageRows == 0)
-        store.page_table.i32()[b * pages_max + p / kPageRows] = static_cast<int32_t>(--pages);
-      std::copy_n(static_cast<const char*>(rows.raw()) + (world.row_of(piece.sequence) + p) * bytes, bytes,
-                  static_cast<char*>(store.pool.raw()) + store.offset(b, p) * size_of(rows.dtype()));
-    }
-  }
-  return store;
-}
-
-Gqa make_call(TensorPool& pool, const World& world, const std::vector<Piece>& pieces, int64_t spare_pages) {
-  std::vector<int32_t> row_begin{0}, cached;
-  for (const Piece& piece : pieces) {
-    row_begin.push_back(row_begin.back() + static_cast<int32_t>(piece.end - piece.begin));
-    cached.push_back(static_cast<int32_t>(piece.begin));
-  }
-  const int64_t count = static_cast<int64_t>(pieces.size()), tokens = row_begin.back();
+Gqa make_call(TensorPool& pool, const World& world, const std::vector<Piece>& pieces, uint64_t seed) {
+  const Sequences sequences = testing::sequences_of_pieces(pool, pieces);
+  const int64_t tokens = sequences.rows();
   const auto [heads, kv_heads, width] = world.shape;
-  Gqa call{
-      .q = pool.output(DType::kF32, {tokens, heads, width + 3}).slice(2, 1, 1 + width),
-      .k = make_store(pool, world, pieces, world.k, spare_pages),
-      .v = make_store(pool, world, pieces, world.v, spare_pages + 2),
-      .sequences = {.row_begin = pool.ints({count + 1}, row_begin), .cached = pool.ints({count}, cached)},
-      .kv_heads = kv_heads,
-      .scale = 1.0f / std::sqrt(static_cast<float>(width)),
-      .o = pool.output(DType::kF32, {tokens, heads, width}),
-      .lse = pool.output(DType::kF32, {tokens, heads})};
-  for (int64_t b = 0; b < count; ++b) {
-    const Piece& piece = pieces[static_cast<size_t>(b)];
-    for (int64_t p = piece.begin; p < piece.end; ++p) {
-      const int64_t row = call.sequences.begin(b) + p - piece.begin;
-      for (int64_t head = 0; head < heads; ++head) {
-        std::copy_n(world.q.row(world.row_of(piece.sequence) + p) + head * width, width,
-                    call.q.row(row) + head * call.q.stride(1));
-      }
-    }
-  }
+  Gqa call{.q = pool.output(DType::kF32, {tokens, heads, width + 3}).slice(2, 1, 1 + width),
+           .k = testing::store_pieces(pool, world.k, world.lengths, pieces, seed),
+           .v = testing::store_pieces(pool, world.v, world.lengths, pieces, seed + 1),
+           .sequences = sequences,
+           .kv_heads = kv_heads,
+           .scale = 1.0f / std::sqrt(static_cast<float>(width)),
+           .o = pool.output(DType::kF32, {tokens, heads, width}),
+           .lse = pool.output(DType::kF32, {tokens, heads})};
+  testing::copy_pieces(world.q, world.lengths, pieces, call.q);
   return call;
 }
 
-std::vector<Piece> whole(const World& world) {
-  std::vector<Piece> pieces;
-  for (size_t b = 0; b < world.lengths.size(); ++b)
-    pieces.push_back({static_cast<int64_t>(b), 0, world.lengths[b]});
-  return pieces;
-}
+std::vector<Piece> whole(const World& world) { return testing::whole_sequences(world.lengths); }
 
-// The outputs of a piece have the bits of the same tokens in a call on whole sequences.
+// The outputs of a call have the bits of the same tokens in a call on whole sequences.
 void expect_same_tokens(const Gqa& call, const World& world, const std::vector<Piece>& pieces,
                         const Gqa& all) {
-  for (size_t b = 0; b < pieces.size(); ++b) {
-    const int64_t row = call.sequences.begin(static_cast<int64_t>(b)),
-                  count = pieces[b].end - pieces[b].begin;
-    const int64_t first = world.row_of(pieces[b].sequence) + pieces[b].begin;
-    expect_same_bits(call.o.slice(0, row, row + count), all.o.slice(0, first, first + count));
-    expect_same_bits(call.lse.slice(0, row, row + count), all.lse.slice(0, first, first + count));
-  }
+  testing::expect_same_tokens(call.o, world.lengths, pieces, all.o);
+  testing::expect_same_tokens(call.lse, world.lengths, pieces, all.lse);
 }
 
 // The backward of a forward call, with fresh outputs.
@@ -203,7 +146,7 @@ TEST(GqaTest, CutsDoNotChangeBits) {
     for (int64_t t = 0; t < 131; ++t) {
       const std::vector<Piece> pieces{{0, t, t + 1},
                                       {1, std::min<int64_t>(t, 69), std::min<int64_t>(t, 69) + 1}};
-      const Gqa call = make_call(pool, world, pieces, t % 3);
+      const Gqa call = make_call(pool, world, pieces, static_cast<uint64_t>(t));
       launch(call, test_stream());
       expect_same_tokens(call, world, pieces, all);
     }
@@ -286,7 +229,7 @@ TEST(GqaTest, RefusesByName) {
   bad = good;
   bad.o = pool.output(DType::kF32, {15, 4, 9});
   EXPECT_EQ(validate(bad).message(), "gqa: o: f32 [15, 4, 9], expected f32 [15, 4, 8]");
-  EXPECT_EQ(validate(make_backward(pool, good, good.o)).message(), "gqa_backward: cached must be 0");
+  EXPECT_EQ(validate(make_backward(pool, good, good.o)).message(), "gqa_backward: every sequence must be whole: cached == 0");
 }
 
 }  // namespace

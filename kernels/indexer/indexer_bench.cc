@@ -1,6 +1,6 @@
-// IndexerSelect: multiply-adds of the scores a second, against the machine's rate (kernels/testing/bench.h);
-// prefill of 2048 queries, decode of one query a sequence, and the running top-k alone against
-// std::nth_element.
+// IndexerSelect and IndexerScores: multiply-adds of the scores a second, against the machine's rate
+// (kernels/testing/bench.h); prefill of 2048 queries, decode of one query a sequence, given positions forward and
+// backward, and the running top-k alone against std::nth_element.
 #include "kernels/indexer/indexer.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -12,9 +12,9 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
+#include "kernels/testing/batches.h"
 #include "kernels/testing/bench.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -39,27 +39,38 @@ HWY_EXPORT(running_topk);
 
 namespace {
 
-// `count` sequences of `cached` + `fresh` tokens; topk 256.
+// `count` sequences of `cached` + `fresh` tokens with their queries and keys.
+struct World {
+  World(testing::TensorPool& pool, int64_t count, int64_t cached, int64_t fresh, int64_t heads, int64_t width) {
+    const int64_t pages = (cached + fresh + kPageRows - 1) / kPageRows, rows = count * fresh;
+    const std::vector<testing::Length> lengths(static_cast<size_t>(count), {cached, fresh});
+    q = pool.random(DType::kF32, {rows, heads, width});
+    weights = pool.random(DType::kF32, {rows, heads});
+    keys = {.pool = pool.random(DType::kF32, {count * pages, kPageRows, width}),
+            .page_table = testing::pages_in_turn(pool, count, pages)};
+    sequences = testing::make_sequences(pool, lengths);
+    key_scale = 1.0f / std::sqrt(static_cast<float>(width));
+  }
+  Tensor q, weights;
+  PagedRows keys;
+  Sequences sequences;
+  float key_scale;
+};
+
+// topk 256.
 void select(benchmark::State& state, int64_t count, int64_t cached, int64_t fresh, int64_t heads,
             int64_t width) {
   testing::TensorPool pool(1);
-  const int64_t pages = (cached + fresh + kPageRows - 1) / kPageRows, rows = count * fresh;
-  std::vector<int32_t> begin = {0}, before, table(static_cast<size_t>(count * pages));
-  for (int64_t b = 0; b < count; ++b) {
-    begin.push_back(begin.back() + static_cast<int32_t>(fresh));
-    before.push_back(static_cast<int32_t>(cached));
-  }
-  std::iota(table.begin(), table.end(), 0);
-  const IndexerSelect args{
-      .q = pool.random(DType::kF32, {rows, heads, width}),
-      .weights = pool.random(DType::kF32, {rows, heads}),
-      .keys = {.pool = pool.random(DType::kF32, {count * pages, kPageRows, width}),
-               .page_table = pool.ints({count, pages}, table)},
-      .sequences = {.row_begin = pool.ints({count + 1}, begin), .cached = pool.ints({count}, before)},
-      .topk = 256,
-      .key_scale = 1.0f / std::sqrt(static_cast<float>(width)),
-      .indices = pool.output(DType::kI32, {rows, 256}),
-      .counts = pool.output(DType::kI32, {rows})};
+  const World world(pool, count, cached, fresh, heads, width);
+  const int64_t rows = count * fresh;
+  const IndexerSelect args{.q = world.q,
+                           .weights = world.weights,
+                           .keys = world.keys,
+                           .sequences = world.sequences,
+                           .topk = 256,
+                           .key_scale = world.key_scale,
+                           .indices = pool.output(DType::kI32, {rows, 256}),
+                           .counts = pool.output(DType::kI32, {rows})};
   for (auto _ : state) launch(args, testing::bench_stream());
   int64_t pairs = 0;  // of a query and a key
   for (int64_t t = cached; t < cached + fresh; ++t) pairs += t + 1 > 256 ? t + 1 : 0;
@@ -90,6 +101,64 @@ BENCHMARK(decode)
     ->Args({16, 65536, 8, 64})
     ->Args({1, 65536, 32, 128})
     ->Unit(benchmark::kMicrosecond)
+    ->UseRealTime();
+
+// Given positions, up to 256 a query, as the indexer's own loss scores them.
+constexpr int64_t kGiven = 256;
+
+struct GivenRows {
+  GivenRows(testing::TensorPool& pool, int64_t tokens)
+      : rows(pool.ints({tokens, kGiven}, std::vector<int32_t>(static_cast<size_t>(tokens * kGiven), -1))) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t count = std::min(t + 1, kGiven);
+      pairs += count;
+      for (int64_t i = 0; i < count; ++i) rows.i32()[t * kGiven + i] = static_cast<int32_t>(i * (t + 1) / count);
+    }
+  }
+  Tensor rows;
+  int64_t pairs = 0;  // of a query and a key
+};
+
+// Tokens of one sequence, heads, width.
+void scores(benchmark::State& state) {
+  testing::TensorPool pool(3);
+  const int64_t tokens = state.range(0), heads = state.range(1), width = state.range(2);
+  const World world(pool, 1, 0, tokens, heads, width);
+  const GivenRows given(pool, tokens);
+  const IndexerScores args{.q = world.q,
+                           .weights = world.weights,
+                           .keys = world.keys,
+                           .sequences = world.sequences,
+                           .key_scale = world.key_scale,
+                           .rows = given.rows,
+                           .scores = pool.output(DType::kF32, {tokens, kGiven})};
+  for (auto _ : state) launch(args, testing::bench_stream());
+  testing::report_flops(state, 2 * given.pairs * heads * width);
+}
+BENCHMARK(scores)->Args({2048, 8, 64})->Args({2048, 32, 128})->Unit(benchmark::kMillisecond)->UseRealTime();
+
+void scores_backward(benchmark::State& state) {
+  testing::TensorPool pool(4);
+  const int64_t tokens = state.range(0), heads = state.range(1), width = state.range(2);
+  const World world(pool, 1, 0, tokens, heads, width);
+  const GivenRows given(pool, tokens);
+  const IndexerScoresBackward args{.q = world.q,
+                                   .weights = world.weights,
+                                   .keys = world.keys,
+                                   .sequences = world.sequences,
+                                   .key_scale = world.key_scale,
+                                   .rows = given.rows,
+                                   .dscores = pool.random(DType::kF32, {tokens, kGiven}),
+                                   .dq = pool.output(DType::kF32, {tokens, heads, width}),
+                                   .dweights = pool.output(DType::kF32, {tokens, heads}),
+                                   .dkeys = pool.output(DType::kF32, {tokens, width})};
+  for (auto _ : state) launch(args, testing::bench_stream());
+  testing::report_flops(state, 6 * given.pairs * heads * width);  // the scores again, then two gradients
+}
+BENCHMARK(scores_backward)
+    ->Args({2048, 8, 64})
+    ->Args({2048, 32, 128})
+    ->Unit(benchmark::kMillisecond)
     ->UseRealTime();
 
 enum Order { kRandom, kRising, kEqual };

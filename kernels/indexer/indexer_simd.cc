@@ -332,8 +332,7 @@ constexpr int64_t kGrainKeyRows = 256;  // of dkeys: each range looks through al
 void launch(const IndexerSelect& args, Stream& stream) {
   CHECK_OK(validate(args));
   const SelectPlan plan(args, stream.threads());
-  // Results of a split outlive the task that made them, so they cannot live in its scratch. One allocation a
-  // launch, and only where thousands of keys are scored.
+  // Results of a split outlive the task that made them, so they cannot live in its scratch.
   Partials partials{};
   std::unique_ptr<int32_t[]> memory;
   if (plan.split()) {

@@ -11,28 +11,16 @@
 #include <vector>
 
 #include "hwy/targets.h"
-#include "kernels/testing/op_test.h"
+#include "kernels/testing/batches.h"
 
 namespace slipstream::kernels {
 namespace {
 
+using testing::Length;
+using testing::make_sequences;
 using testing::single_thread_stream;
 using testing::TensorPool;
 using testing::test_stream;
-
-struct Length {
-  int64_t cached, fresh;
-};
-
-Sequences make_sequences(TensorPool& pool, const std::vector<Length>& lengths) {
-  std::vector<int32_t> begin = {0}, cached;
-  for (const Length& length : lengths) {
-    begin.push_back(begin.back() + static_cast<int32_t>(length.fresh));
-    cached.push_back(static_cast<int32_t>(length.cached));
-  }
-  const int64_t count = static_cast<int64_t>(lengths.size());
-  return {.row_begin = pool.ints({count + 1}, begin), .cached = pool.ints({count}, cached)};
-}
 
 // Random keys in pages dealt to the sequences in turn. Rows that no sequence has reached are NaN: never to be
 // read.
@@ -42,11 +30,8 @@ PagedRows make_keys(TensorPool& pool, DType dtype, const std::vector<Length>& le
   for (const Length& length : lengths)
     columns = std::max(columns, (length.cached + length.fresh) / kPageRows + 1);
   const int64_t count = static_cast<int64_t>(lengths.size());
-  std::vector<int32_t> table;
-  for (int64_t i = 0; i < count * columns; ++i)
-    table.push_back(static_cast<int32_t>(i % columns * count + i / columns));
   PagedRows keys{.pool = pool.output(dtype, {count * columns, kPageRows, width}),
-                 .page_table = pool.ints({count, columns}, table)};
+                 .page_table = testing::pages_in_turn(pool, count, columns)};
   for (int64_t b = 0; b < count; ++b) {
     const Length& length = lengths[static_cast<size_t>(b)];
     for (int64_t row = 0; row < (length.cached + length.fresh) / tokens; ++row) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/indexer/indexer.h"
 
@@ -29,65 +30,53 @@ inline int64_t candidates_of(const IndexerSelect& args, int64_t b, int64_t t) {
 }
 
 // Units in the order of the queries. Scores of different keys are independent and the selection is exact, so
-// the split over keys (at most rows_max a unit) changes nothing but who does the work.
+// the split over keys changes nothing but who does the work.
 class SelectPlan {
  public:
-  SelectPlan(const IndexerSelect& args, int threads) : args_(args) {
+  SelectPlan(const IndexerSelect& args, int threads) {
     int64_t rows = 0;
-    for_each_tile([&](int64_t, int64_t begin, int64_t end, int64_t tile_rows) {
+    for_each_tile(args, [&](int64_t, int64_t begin, int64_t end, int64_t tile_rows) {
       rows += tile_rows;
       tile_queries_ = std::max(tile_queries_, end - begin);
     });
     // Four units a thread even out the ends; below a thousand keys a split costs more than it gains.
-    if (threads > 1) rows_max_ = std::max<int64_t>(1024, rows / (4 * threads) / kPageRows * kPageRows);
-    for_each_tile([&](int64_t, int64_t, int64_t, int64_t tile_rows) {
-      units_ += parts_of(tile_rows);
-      split_ = split_ || parts_of(tile_rows) > 1;
+    const int64_t rows_max =
+        threads > 1 ? std::max<int64_t>(1024, rows / (4 * threads) / kPageRows * kPageRows) : int64_t{1} << 40;
+    for_each_tile(args, [&](int64_t b, int64_t begin, int64_t end, int64_t tile_rows) {
+      const int64_t parts = tile_rows == 0 ? 1 : (tile_rows + rows_max - 1) / rows_max, first = units();
+      split_ = split_ || parts > 1;
+      for (int64_t part = 0; part < parts; ++part) {
+        units_.push_back({.sequence = b,
+                          .begin = begin,
+                          .end = end,
+                          .first_row = part * rows_max,
+                          .end_row = part + 1 == parts ? tile_rows : (part + 1) * rows_max,
+                          .part = part,
+                          .parts = parts,
+                          .first_unit = first});
+      }
     });
   }
 
-  int64_t units() const { return units_; }
+  int64_t units() const { return static_cast<int64_t>(units_.size()); }
+  const SelectUnit& unit(int64_t index) const { return units_[static_cast<size_t>(index)]; }
   bool split() const { return split_; }
   int64_t tile_queries() const { return tile_queries_; }  // of the largest tile
-
-  SelectUnit unit(int64_t index) const {
-    SelectUnit out{};
-    int64_t first = 0;
-    for_each_tile([&](int64_t b, int64_t begin, int64_t end, int64_t tile_rows) {
-      const int64_t parts = parts_of(tile_rows);
-      if (index >= first && index < first + parts) {
-        const int64_t part = index - first;
-        out = {.sequence = b,
-               .begin = begin,
-               .end = end,
-               .first_row = part * rows_max_,
-               .end_row = part + 1 == parts ? tile_rows : (part + 1) * rows_max_,
-               .part = part,
-               .parts = parts,
-               .first_unit = first};
-      }
-      first += parts;
-    });
-    return out;
-  }
 
  private:
   // each(sequence, first query, end query, rows to score: 0 when every candidate is selected anyway).
   template <class Each>
-  void for_each_tile(Each&& each) const {
-    for (int64_t b = 0; b < args_.sequences.count(); ++b) {
-      for (int64_t t = args_.sequences.begin(b); t < args_.sequences.end(b); t += kTileQueries) {
-        const int64_t end = std::min(t + kTileQueries, args_.sequences.end(b));
-        const int64_t rows = candidates_of(args_, b, end - 1);
-        each(b, t, end, rows > args_.topk / args_.pool ? rows : 0);
+  static void for_each_tile(const IndexerSelect& args, Each&& each) {
+    for (int64_t b = 0; b < args.sequences.count(); ++b) {
+      for (int64_t t = args.sequences.begin(b); t < args.sequences.end(b); t += kTileQueries) {
+        const int64_t end = std::min(t + kTileQueries, args.sequences.end(b));
+        const int64_t rows = candidates_of(args, b, end - 1);
+        each(b, t, end, rows > args.topk / args.pool ? rows : 0);
       }
     }
   }
-  int64_t parts_of(int64_t rows) const { return rows == 0 ? 1 : (rows + rows_max_ - 1) / rows_max_; }
 
-  const IndexerSelect& args_;
-  int64_t rows_max_ = int64_t{1} << 40;
-  int64_t units_ = 0;
+  std::vector<SelectUnit> units_;
   int64_t tile_queries_ = 0;
   bool split_ = false;
 };

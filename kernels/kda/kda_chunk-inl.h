@@ -48,7 +48,7 @@ struct HeadRows {
   float* row(int64_t i) const { return data + i * stride; }
 };
 HWY_INLINE HeadRows head_rows(const Tensor& t, int64_t first, int64_t head) {
-  return {t.f32() + first * t.stride(0) + head * t.stride(1), t.stride(0)};
+  return {t.row(first, head), t.stride(0)};
 }
 
 // Asks for `count` rows of n values. A head's rows are short pieces far apart, which the hardware does not

@@ -40,7 +40,6 @@ absl::Status expect_inputs(const char* op, const Args& args) {
   return expect_tensor(op, "o", args.o, DType::kF32, {tokens, heads, args.v.size(2)});
 }
 
-float* at(const Tensor& t, int64_t i, int64_t j) { return t.f32() + i * t.stride(0) + j * t.stride(1); }
 
 // S [dk, dv] of one head, in double.
 struct State {
@@ -52,13 +51,13 @@ struct State {
 
   void load(const Tensor& states, int64_t index, int64_t head) {
     for (int64_t i = 0; i < dk; ++i) {
-      for (int64_t j = 0; j < dv; ++j) (*this)(i, j) = at(states, index, head)[i * states.stride(2) + j];
+      for (int64_t j = 0; j < dv; ++j) (*this)(i, j) = states.row(index, head)[i * states.stride(2) + j];
     }
   }
   void store(const Tensor& states, int64_t index, int64_t head) {
     for (int64_t i = 0; i < dk; ++i) {
       for (int64_t j = 0; j < dv; ++j)
-        at(states, index, head)[i * states.stride(2) + j] = static_cast<float>((*this)(i, j));
+        states.row(index, head)[i * states.stride(2) + j] = static_cast<float>((*this)(i, j));
     }
   }
   template <class Decay>
@@ -84,22 +83,22 @@ struct State {
 // One token of the recurrence: advances the state, writes o, returns r.
 template <class Args>
 std::vector<double> step(const Args& args, int64_t t, int64_t head, State& state) {
-  const float* g = at(args.log_decay, t, head);
-  const float* k = at(args.k, t, head);
+  const float* g = args.log_decay.row(t, head);
+  const float* k = args.k.row(t, head);
   state.decay([&](int64_t i) { return std::exp(double{g[i]}); });
   std::vector<double> r(static_cast<size_t>(state.dv));
   for (int64_t j = 0; j < state.dv; ++j)
-    r[static_cast<size_t>(j)] = at(args.v, t, head)[j] - state.read(k, j);
+    r[static_cast<size_t>(j)] = args.v.row(t, head)[j] - state.read(k, j);
   const double beta = args.beta.row(t)[head];
   state.add(k, [&](int64_t j) { return beta * r[static_cast<size_t>(j)]; });
   for (int64_t j = 0; j < state.dv; ++j) {
-    at(args.o, t, head)[j] = static_cast<float>(state.read(at(args.q, t, head), j));
+    args.o.row(t, head)[j] = static_cast<float>(state.read(args.q.row(t, head), j));
   }
   return r;
 }
 
 float* live_row(const Tensor& rows, int64_t slot, int64_t i, int64_t head) {
-  return at(rows, slot, i) + head * rows.stride(2);
+  return rows.row(slot, i) + head * rows.stride(2);
 }
 
 }  // namespace
@@ -198,12 +197,12 @@ void reference(const Kda& args) {
           state.store(args.span_states, span + position / kKdaSpan, head);
         const std::vector<double> r = step(args, t, head, state);
         for (int64_t j = 0; j < dv && !args.r.empty(); ++j)
-          at(args.r, t, head)[j] = static_cast<float>(r[static_cast<size_t>(j)]);
+          args.r.row(t, head)[j] = static_cast<float>(r[static_cast<size_t>(j)]);
         if (cache.state.empty()) continue;
         const int64_t i = position % kKdaChunk;
         for (int64_t j = 0; j < dk; ++j) {
-          live_row(cache.chunk_k, slot, i, head)[j] = at(args.k, t, head)[j];
-          live_row(cache.chunk_g, slot, i, head)[j] = std::exp(at(args.log_decay, t, head)[j]);
+          live_row(cache.chunk_k, slot, i, head)[j] = args.k.row(t, head)[j];
+          live_row(cache.chunk_g, slot, i, head)[j] = std::exp(args.log_decay.row(t, head)[j]);
         }
         for (int64_t j = 0; j < dv; ++j) {
           live_row(cache.chunk_u, slot, i, head)[j] =
@@ -239,34 +238,34 @@ void reference(const KdaBackward& args) {
     const int64_t begin = args.sequences.begin(b), end = args.sequences.end(b);
     for (int64_t head = 0; head < args.q.size(1); ++head) {
       const auto decay = [&](int64_t t) {
-        return [&, t](int64_t i) { return std::exp(double{at(args.log_decay, t, head)[i]}); };
+        return [&, t](int64_t i) { return std::exp(double{args.log_decay.row(t, head)[i]}); };
       };
       const auto u = [&](int64_t t) {
-        return [&, t](int64_t j) { return double{args.beta.row(t)[head]} * at(args.r, t, head)[j]; };
+        return [&, t](int64_t j) { return double{args.beta.row(t)[head]} * args.r.row(t, head)[j]; };
       };
       std::vector<State> states = {State(dk, dv)};  // before each token, and after the last
       for (int64_t t = begin; t < end; ++t) {
         states.push_back(states.back());
         states.back().decay(decay(t));
-        states.back().add(at(args.k, t, head), u(t));
+        states.back().add(args.k.row(t, head), u(t));
       }
       State d_state(dk, dv);
       for (int64_t t = end - 1; t >= begin; --t) {
-        const float* d_o = at(args.d_o, t, head);
-        const float* k = at(args.k, t, head);
-        const float* r = at(args.r, t, head);
+        const float* d_o = args.d_o.row(t, head);
+        const float* k = args.k.row(t, head);
+        const float* r = args.r.row(t, head);
         const double beta = args.beta.row(t)[head];
         State& after = states[static_cast<size_t>(t - begin + 1)];
         State decayed = states[static_cast<size_t>(t - begin)];
         decayed.decay(decay(t));
-        d_state.add(at(args.q, t, head), [&](int64_t j) { return double{d_o[j]}; });
+        d_state.add(args.q.row(t, head), [&](int64_t j) { return double{d_o[j]}; });
         std::vector<double> dr(static_cast<size_t>(dv));
         double dbeta = 0.0;
         for (int64_t j = 0; j < dv; ++j) {
           const double du = d_state.read(k, j);
           dbeta += du * r[j];
           dr[static_cast<size_t>(j)] = beta * du;
-          at(args.dv, t, head)[j] = static_cast<float>(beta * du);
+          args.dv.row(t, head)[j] = static_cast<float>(beta * du);
         }
         args.dbeta.row(t)[head] = static_cast<float>(dbeta);
         for (int64_t i = 0; i < dk; ++i) {
@@ -277,9 +276,9 @@ void reference(const KdaBackward& args) {
             d_state(i, j) -= k[i] * dr[static_cast<size_t>(j)];
             dg += d_state(i, j) * decayed(i, j);
           }
-          at(args.dq, t, head)[i] = static_cast<float>(dq);
-          at(args.dk, t, head)[i] = static_cast<float>(dkey);
-          at(args.dlog_decay, t, head)[i] = static_cast<float>(dg);
+          args.dq.row(t, head)[i] = static_cast<float>(dq);
+          args.dk.row(t, head)[i] = static_cast<float>(dkey);
+          args.dlog_decay.row(t, head)[i] = static_cast<float>(dg);
         }
         d_state.decay(decay(t));
       }

@@ -8,11 +8,12 @@
 #include <cmath>
 
 #include "hwy/targets.h"
-#include "kernels/testing/op_test.h"
+#include "kernels/testing/batches.h"
 
 namespace slipstream::kernels {
 namespace {
 
+using testing::sequences_of;
 using testing::TensorPool;
 using testing::test_stream;
 
@@ -21,15 +22,6 @@ enum class Decays { kTypical, kStrong, kNone, kMixed };
 struct Shape {
   int64_t heads, dk, dv;
 };
-
-Sequences sequences_of(TensorPool& pool, const std::vector<int32_t>& lengths,
-                       std::vector<int32_t> cached = {}) {
-  std::vector<int32_t> row_begin = {0};
-  for (int32_t n : lengths) row_begin.push_back(row_begin.back() + n);
-  cached.resize(lengths.size(), 0);
-  const auto count = static_cast<int64_t>(lengths.size());
-  return {.row_begin = pool.ints({count + 1}, row_begin), .cached = pool.ints({count}, cached)};
-}
 
 // Unit rows inside wider ones, as a projection of several outputs leaves them.
 Tensor unit_rows(TensorPool& pool, int64_t tokens, const Shape& shape) {

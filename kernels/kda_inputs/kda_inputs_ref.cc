@@ -12,10 +12,6 @@ constexpr double kNormEps = 1e-6;
 double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
 
-float* at(const Tensor& t, int64_t token, int64_t head) {
-  return t.f32() + token * t.stride(0) + head * t.stride(1);
-}
-
 // y = scale x / sqrt(sum x^2 + eps).
 void unit(const float* x, int64_t d, double scale, float* y) {
   double squares = kNormEps;
@@ -83,15 +79,15 @@ void reference(const KdaInputs& args) {
   const int64_t heads = args.q.size(1), d = args.q.size(2);
   for (int64_t t = 0; t < args.q.size(0); ++t) {
     for (int64_t h = 0; h < heads; ++h) {
-      unit(at(args.q, t, h), d, 1.0 / std::sqrt(static_cast<double>(d)), at(args.q_hat, t, h));
-      unit(at(args.k, t, h), d, 1.0, at(args.k_hat, t, h));
+      unit(args.q.row(t, h), d, 1.0 / std::sqrt(static_cast<double>(d)), args.q_hat.row(t, h));
+      unit(args.k.row(t, h), d, 1.0, args.k_hat.row(t, h));
       args.beta.row(t)[h] = static_cast<float>(sigmoid(args.beta_logit.row(t)[h]));
       const double rate = std::exp(double{args.a_log.f32()[h]});
       for (int64_t i = 0; i < d; ++i) {
-        const double x = double{at(args.decay_logit, t, h)[i]} + args.dt_bias.row(h)[i];
+        const double x = double{args.decay_logit.row(t, h)[i]} + args.dt_bias.row(h)[i];
         const double decay =
             args.lower_bound < 0.0f ? args.lower_bound * sigmoid(rate * x) : -rate * softplus(x);
-        at(args.log_decay, t, h)[i] = static_cast<float>(decay);
+        args.log_decay.row(t, h)[i] = static_cast<float>(decay);
       }
     }
   }
@@ -105,14 +101,14 @@ void reference(const KdaInputsBackward& args) {
     double da_log = 0.0;
     std::vector<double> dbias(static_cast<size_t>(d), 0.0);
     for (int64_t t = 0; t < args.q.size(0); ++t) {
-      unit_backward(at(args.q, t, h), at(args.dq_hat, t, h), d, 1.0 / std::sqrt(static_cast<double>(d)),
-                    at(args.dq, t, h));
-      unit_backward(at(args.k, t, h), at(args.dk_hat, t, h), d, 1.0, at(args.dk, t, h));
+      unit_backward(args.q.row(t, h), args.dq_hat.row(t, h), d, 1.0 / std::sqrt(static_cast<double>(d)),
+                    args.dq.row(t, h));
+      unit_backward(args.k.row(t, h), args.dk_hat.row(t, h), d, 1.0, args.dk.row(t, h));
       const double beta = sigmoid(args.beta_logit.row(t)[h]);
       args.dbeta_logit.row(t)[h] = static_cast<float>(args.dbeta.row(t)[h] * beta * (1.0 - beta));
       for (int64_t i = 0; i < d; ++i) {
-        const double x = double{at(args.decay_logit, t, h)[i]} + args.dt_bias.row(h)[i];
-        const double slope = at(args.dlog_decay, t, h)[i];
+        const double x = double{args.decay_logit.row(t, h)[i]} + args.dt_bias.row(h)[i];
+        const double slope = args.dlog_decay.row(t, h)[i];
         double dx, dlog_rate;  // of log_decay, with respect to x and to a_log
         if (args.lower_bound < 0.0f) {
           const double s = sigmoid(rate * x);
@@ -122,7 +118,7 @@ void reference(const KdaInputsBackward& args) {
           dx = -rate * sigmoid(x);
           dlog_rate = -rate * softplus(x);
         }
-        at(args.ddecay_logit, t, h)[i] = static_cast<float>(slope * dx);
+        args.ddecay_logit.row(t, h)[i] = static_cast<float>(slope * dx);
         dbias[static_cast<size_t>(i)] += slope * dx;
         da_log += slope * dlog_rate;
       }

@@ -25,10 +25,6 @@ HWY_INLINE Lanes softplus(const Lanes& x) {
   });
 }
 
-HWY_INLINE float* at(const Tensor& t, int64_t token, int64_t head) {
-  return static_cast<float*>(t.raw()) + token * t.stride(0) + head * t.stride(1);
-}
-
 // exp(a_log) of one head, by the arithmetic of the lanes.
 HWY_INLINE float rate_of(const Tensor& a_log, int64_t head) {
   float rate[kLanes];
@@ -71,11 +67,11 @@ void kda_inputs_rows(const KdaInputs& args, int64_t begin, int64_t end, Worker& 
   for (int64_t h = 0; h < heads; ++h) rates[h] = rate_of(args.a_log, h);
   for (int64_t t = begin; t < end; ++t) {
     for (int64_t h = 0; h < heads; ++h) {
-      unit(at(args.q, t, h), d, query_scale, at(args.q_hat, t, h));
-      unit(at(args.k, t, h), d, 1.0f, at(args.k_hat, t, h));
-      const float* logit = at(args.decay_logit, t, h);
+      unit(args.q.row(t, h), d, query_scale, args.q_hat.row(t, h));
+      unit(args.k.row(t, h), d, 1.0f, args.k_hat.row(t, h));
+      const float* logit = args.decay_logit.row(t, h);
       const float* bias = args.dt_bias.row(h);
-      float* log_decay = at(args.log_decay, t, h);
+      float* log_decay = args.log_decay.row(t, h);
       const Lanes rate = broadcast(rates[h]);
       for_lanes(d, [&](int64_t i, auto chunk) HWY_ATTR {
         const Lanes x = add(chunk.load(logit + i), chunk.load(bias + i));
@@ -103,11 +99,11 @@ void kda_inputs_backward_heads(const KdaInputsBackward& args, int64_t begin, int
     std::fill(dbias, dbias + d, 0.0f);
     Lanes da_log = zero_lanes();
     for (int64_t t = 0; t < tokens; ++t) {
-      unit_backward(at(args.q, t, h), at(args.dq_hat, t, h), d, query_scale, at(args.dq, t, h));
-      unit_backward(at(args.k, t, h), at(args.dk_hat, t, h), d, 1.0f, at(args.dk, t, h));
-      const float* logit = at(args.decay_logit, t, h);
-      const float* dlog_decay = at(args.dlog_decay, t, h);
-      float* dlogit = at(args.ddecay_logit, t, h);
+      unit_backward(args.q.row(t, h), args.dq_hat.row(t, h), d, query_scale, args.dq.row(t, h));
+      unit_backward(args.k.row(t, h), args.dk_hat.row(t, h), d, 1.0f, args.dk.row(t, h));
+      const float* logit = args.decay_logit.row(t, h);
+      const float* dlog_decay = args.dlog_decay.row(t, h);
+      float* dlogit = args.ddecay_logit.row(t, h);
       for_lanes(d, [&](int64_t i, auto chunk) HWY_ATTR {
         const Lanes x = add(chunk.load(logit + i), chunk.load(bias + i));
         const Lanes slope = chunk.load(dlog_decay + i);  // 0 in the lanes beyond d, and so is what they add
@@ -156,8 +152,8 @@ HWY_EXPORT(kda_beta_backward_rows);
 
 void launch(const KdaInputs& args, Stream& stream) {
   CHECK_OK(validate(args));
-  // About 5 us of work: below that, waking a thread costs more.
-  const int64_t grain = 8192 / (args.q.size(1) * args.q.size(2) + 1) + 1;
+  constexpr int64_t kTaskValues = 8192;  // of q; there are five such rows a token, with exponentials
+  const int64_t grain = task_rows(args.q.size(1) * args.q.size(2), kTaskValues);
   stream.parallel_for(args.q.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(kda_inputs_rows)(args, begin, end, worker);
   });

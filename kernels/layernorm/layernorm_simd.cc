@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "hwy/foreach_target.h"
-#include "kernels/simd/lanes-inl.h"
+#include "kernels/simd/column_sums-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -65,21 +65,18 @@ void layernorm_backward_rows(const LayerNormBackward& args, int64_t begin, int64
   }
 }
 
-// dw and db for columns [begin, end): each thread owns columns and walks the tokens in order.
+// dw and db for columns [begin, end).
 void layernorm_weight_grad(const LayerNormBackward& args, int64_t begin, int64_t end) {
-  float* dw = args.dw.f32() + begin;
-  float* db = args.db.f32() + begin;
-  for (int64_t t = 0; t < args.x.size(0); ++t) {
-    const float* x = args.x.row(t) + begin;
-    const float* dy = args.dy.row(t) + begin;
-    const Lanes center = broadcast(args.mean.f32()[t]), scale = broadcast(args.inv_std.f32()[t]);
-    for_lanes(end - begin, [&](int64_t i, auto chunk) HWY_ATTR {
-      const Lanes grad = chunk.load(dy + i);
-      const Lanes normed = mul(sub(chunk.load(x + i), center), scale);
-      chunk.store(fma(grad, normed, chunk.load(dw + i)), dw + i);
-      chunk.store(add(grad, chunk.load(db + i)), db + i);
-    });
-  }
+  const int64_t tokens = args.x.size(0);
+  add_column_sums(tokens, begin, end, args.dw.f32(),
+                  [&](const Lanes& sum, int64_t t, int64_t i, auto chunk) HWY_ATTR {
+                    const Lanes center = broadcast(args.mean.f32()[t]), scale = broadcast(args.inv_std.f32()[t]);
+                    const Lanes normed = mul(sub(chunk.load(args.x.row(t) + i), center), scale);
+                    return fma(chunk.load(args.dy.row(t) + i), normed, sum);
+                  });
+  add_column_sums(tokens, begin, end, args.db.f32(),
+                  [&](const Lanes& sum, int64_t t, int64_t i, auto chunk)
+                      HWY_ATTR { return add(chunk.load(args.dy.row(t) + i), sum); });
 }
 
 }  // namespace HWY_NAMESPACE
@@ -94,13 +91,12 @@ HWY_EXPORT(layernorm_backward_rows);
 HWY_EXPORT(layernorm_weight_grad);
 
 namespace {
-constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
 constexpr int64_t kGradColumns = 64;     // the indexer's keys are 128 wide: two threads find work
 }  // namespace
 
 void launch(const LayerNorm& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(layernorm_rows)(args, begin, end);
   });
@@ -112,7 +108,7 @@ void launch(const LayerNormBackward& args, Stream& stream) {
   stream.parallel_for(args.x.size(1), kGradColumns, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(layernorm_weight_grad)(args, begin, end);
   });
-  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(layernorm_backward_rows)(args, begin, end);
   });

@@ -70,23 +70,10 @@ HWY_EXPORT(logprob_backward_part);
 void launch(const LogProb& args, Stream& stream) {
   CHECK_OK(validate(args));
   const int64_t tokens = args.logits.size(0), blocks = softmax_blocks(args.logits.size(1));
-  if (tokens * blocks <= kSoftmaxPartsOnStack) {  // few rows: their blocks are shared out, not the rows
-    SoftmaxPart parts[kSoftmaxPartsOnStack];
-    stream.parallel_for(tokens * blocks, /*grain=*/4, [&](int64_t begin, int64_t end, Worker&) {
-      for (int64_t i = begin; i < end; ++i) {
-        parts[i] = HWY_DYNAMIC_DISPATCH(logprob_part)(args, i / blocks, i % blocks);
-      }
-    });
-    for (int64_t t = 0; t < tokens; ++t) HWY_DYNAMIC_DISPATCH(logprob_finish)(args, t, parts + t * blocks);
-    return;
-  }
-  stream.parallel_for(tokens, /*grain=*/4 / blocks + 1, [&](int64_t begin, int64_t end, Worker& worker) {
-    SoftmaxPart* parts = worker.scratch<SoftmaxPart>(blocks);
-    for (int64_t t = begin; t < end; ++t) {
-      for (int64_t b = 0; b < blocks; ++b) parts[b] = HWY_DYNAMIC_DISPATCH(logprob_part)(args, t, b);
-      HWY_DYNAMIC_DISPATCH(logprob_finish)(args, t, parts);
-    }
-  });
+  for_softmax_rows(
+      stream, tokens, blocks, /*row_grain=*/4 / std::max<int64_t>(blocks, 1) + 1, /*finish_grain=*/tokens,
+      [&](int64_t t, int64_t block) { return HWY_DYNAMIC_DISPATCH(logprob_part)(args, t, block); },
+      [&](int64_t t, SoftmaxPart* parts, Worker&) { HWY_DYNAMIC_DISPATCH(logprob_finish)(args, t, parts); });
 }
 
 void launch(const LogProbBackward& args, Stream& stream) {

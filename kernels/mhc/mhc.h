@@ -34,7 +34,6 @@ struct MhcMixBackward {
   Tensor zr;     // in   [T, (2+n)n] f32
   Tensor base;   // in   [(2+n)n] f32
   Tensor scale;  // in   [3] f32
-  float norm_eps;
   float eps;
   int64_t iterations;
   Tensor inv_rms;  // in   [T] f32

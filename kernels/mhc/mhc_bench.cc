@@ -46,7 +46,6 @@ void mhc_mix_backward(benchmark::State& state) {
                             .zr = mix.zr,
                             .base = mix.base,
                             .scale = mix.scale,
-                            .norm_eps = mix.norm_eps,
                             .eps = mix.eps,
                             .iterations = kIterations,
                             .inv_rms = mix.inv_rms,

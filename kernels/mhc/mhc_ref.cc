@@ -18,11 +18,31 @@ absl::Status expect_streams(const char* op, const char* name, const Tensor& x) {
   return expect_that(op, x.size(2) >= 1, "the width of a stream must be >= 1");
 }
 
-float* stream_of(const Tensor& x, int64_t t, int64_t i) {
-  return x.f32() + t * x.stride(0) + i * x.stride(1);
+// What MhcMix and its backward both read.
+template <class Args>
+absl::Status expect_mix(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_streams(op, "x", args.x));
+  const int64_t tokens = args.x.size(0), n = args.x.size(1);
+  RETURN_IF_ERROR(expect_tensor(op, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
+  RETURN_IF_ERROR(expect_tensor(op, "base", args.base, DType::kF32, {(2 + n) * n}));
+  RETURN_IF_ERROR(expect_tensor(op, "scale", args.scale, DType::kF32, {3}));
+  RETURN_IF_ERROR(expect_that(op, args.eps > 0.0f, "eps must be > 0"));
+  RETURN_IF_ERROR(expect_that(op, args.iterations >= 1, "iterations must be >= 1"));
+  return expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {tokens});
 }
+
+// What MhcMerge and its backward both read.
+template <class Args>
+absl::Status expect_merge(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_streams(op, "x", args.x));
+  const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
+  RETURN_IF_ERROR(expect_tensor(op, "y", args.y, DType::kF32, {tokens, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "post", args.post, DType::kF32, {tokens, n}));
+  return expect_tensor(op, "comb", args.comb, DType::kF32, {tokens, n, n});
+}
+
 float& element(const Tensor& matrices, int64_t t, int64_t i, int64_t j) {
-  return stream_of(matrices, t, i)[j];
+  return matrices.row(t, i)[j];
 }
 
 // The part of z that column e belongs to: 0 pre, 1 post, 2 comb.
@@ -30,13 +50,18 @@ int64_t part_of(int64_t e, int64_t n) { return std::min<int64_t>(e / n, 2); }
 
 using Matrix = std::vector<double>;  // n x n, row-major
 
+// Where element b of row (or column) a is.
+size_t element_of(int64_t a, int64_t b, int64_t n, bool rows) {
+  return static_cast<size_t>(rows ? a * n + b : b * n + a);
+}
+
 // Divides each row (or column) by its sum + eps; returns the divisors.
 std::vector<double> normalize(Matrix& m, int64_t n, double eps, bool rows) {
   std::vector<double> divisors;
   for (int64_t a = 0; a < n; ++a) {
     double sum = eps;
-    for (int64_t b = 0; b < n; ++b) sum += m[static_cast<size_t>(rows ? a * n + b : b * n + a)];
-    for (int64_t b = 0; b < n; ++b) m[static_cast<size_t>(rows ? a * n + b : b * n + a)] /= sum;
+    for (int64_t b = 0; b < n; ++b) sum += m[element_of(a, b, n, rows)];
+    for (int64_t b = 0; b < n; ++b) m[element_of(a, b, n, rows)] /= sum;
     divisors.push_back(sum);
   }
   return divisors;
@@ -47,12 +72,12 @@ void normalize_backward(const Matrix& normalized, const std::vector<double>& div
   for (int64_t a = 0; a < n; ++a) {
     double dot = 0.0;
     for (int64_t b = 0; b < n; ++b) {
-      const auto at = static_cast<size_t>(rows ? a * n + b : b * n + a);
+      const size_t at = element_of(a, b, n, rows);
       dot += d[at] * normalized[at];
     }
     for (int64_t b = 0; b < n; ++b) {
-      const auto at = static_cast<size_t>(rows ? a * n + b : b * n + a);
-      d[at] = (d[at] - dot) / divisors[static_cast<size_t>(a)];
+      double& value = d[element_of(a, b, n, rows)];
+      value = (value - dot) / divisors[static_cast<size_t>(a)];
     }
   }
 }
@@ -114,15 +139,9 @@ Matrix comb_of(const std::vector<double>& logits, int64_t n) {
 
 absl::Status validate(const MhcMix& args) {
   constexpr const char* kOp = "mhc_mix";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_mix(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "base", args.base, DType::kF32, {(2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "scale", args.scale, DType::kF32, {3}));
   RETURN_IF_ERROR(expect_that(kOp, args.norm_eps > 0.0f, "norm_eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.eps > 0.0f, "eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.iterations >= 1, "iterations must be >= 1"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
   RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
   RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
   return expect_tensor(kOp, "u", args.u, DType::kF32, {tokens, width});
@@ -130,15 +149,8 @@ absl::Status validate(const MhcMix& args) {
 
 absl::Status validate(const MhcMixBackward& args) {
   constexpr const char* kOp = "mhc_mix_backward";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_mix(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "base", args.base, DType::kF32, {(2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "scale", args.scale, DType::kF32, {3}));
-  RETURN_IF_ERROR(expect_that(kOp, args.norm_eps > 0.0f, "norm_eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.eps > 0.0f, "eps must be > 0"));
-  RETURN_IF_ERROR(expect_that(kOp, args.iterations >= 1, "iterations must be >= 1"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
   RETURN_IF_ERROR(expect_tensor(kOp, "du", args.du, DType::kF32, {tokens, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dpost", args.dpost, DType::kF32, {tokens, n}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dcomb", args.dcomb, DType::kF32, {tokens, n, n}));
@@ -150,21 +162,15 @@ absl::Status validate(const MhcMixBackward& args) {
 
 absl::Status validate(const MhcMerge& args) {
   constexpr const char* kOp = "mhc_merge";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_merge(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
   return expect_tensor(kOp, "out", args.out, DType::kF32, {tokens, n, width});
 }
 
 absl::Status validate(const MhcMergeBackward& args) {
   constexpr const char* kOp = "mhc_merge_backward";
-  RETURN_IF_ERROR(expect_streams(kOp, "x", args.x));
+  RETURN_IF_ERROR(expect_merge(kOp, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dout", args.dout, DType::kF32, {tokens, n, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, n, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, width}));
@@ -201,7 +207,7 @@ void reference(const MhcMix& args) {
     double square_sum = 0.0;
     for (int64_t i = 0; i < n; ++i) {
       for (int64_t h = 0; h < width; ++h)
-        square_sum += double{stream_of(args.x, t, i)[h]} * stream_of(args.x, t, i)[h];
+        square_sum += double{args.x.row(t, i)[h]} * args.x.row(t, i)[h];
     }
     const double inv_rms = 1.0 / std::sqrt(square_sum / static_cast<double>(n * width) + args.norm_eps);
     args.inv_rms.f32()[t] = static_cast<float>(inv_rms);
@@ -209,7 +215,7 @@ void reference(const MhcMix& args) {
     for (int64_t h = 0; h < width; ++h) {
       double u = 0.0;
       for (int64_t i = 0; i < n; ++i) {
-        u += (sigmoid(logits[static_cast<size_t>(i)]) + args.eps) * stream_of(args.x, t, i)[h];
+        u += (sigmoid(logits[static_cast<size_t>(i)]) + args.eps) * args.x.row(t, i)[h];
       }
       args.u.row(t)[h] = static_cast<float>(u);
     }
@@ -233,7 +239,7 @@ void reference(const MhcMixBackward& args) {
     std::vector<double> dlogits;
     for (int64_t i = 0; i < n; ++i) {
       double dpre = 0.0;
-      for (int64_t h = 0; h < width; ++h) dpre += double{args.du.row(t)[h]} * stream_of(args.x, t, i)[h];
+      for (int64_t h = 0; h < width; ++h) dpre += double{args.du.row(t)[h]} * args.x.row(t, i)[h];
       const double pre = sigmoid(logits[static_cast<size_t>(i)]);
       dlogits.push_back(dpre * pre * (1.0 - pre));
     }
@@ -263,8 +269,8 @@ void reference(const MhcMixBackward& args) {
     for (int64_t i = 0; i < n; ++i) {
       const double pre = sigmoid(logits[static_cast<size_t>(i)]) + args.eps;
       for (int64_t h = 0; h < width; ++h) {
-        float& dx = stream_of(args.dx, t, i)[h];
-        dx = static_cast<float>(dx + pre * args.du.row(t)[h] + along_x * stream_of(args.x, t, i)[h]);
+        float& dx = args.dx.row(t, i)[h];
+        dx = static_cast<float>(dx + pre * args.du.row(t)[h] + along_x * args.x.row(t, i)[h]);
       }
     }
   }
@@ -282,11 +288,11 @@ void reference(const MhcMerge& args) {
       for (int64_t j = 0; j < n; ++j) {
         double sum = double{args.post.row(t)[j]} * args.y.row(t)[h];
         for (int64_t i = 0; i < n; ++i)
-          sum += double{element(args.comb, t, i, j)} * stream_of(args.x, t, i)[h];
+          sum += double{element(args.comb, t, i, j)} * args.x.row(t, i)[h];
         out[static_cast<size_t>(j)] = sum;
       }
       for (int64_t j = 0; j < n; ++j)
-        stream_of(args.out, t, j)[h] = static_cast<float>(out[static_cast<size_t>(j)]);
+        args.out.row(t, j)[h] = static_cast<float>(out[static_cast<size_t>(j)]);
     }
   }
 }
@@ -298,25 +304,25 @@ void reference(const MhcMergeBackward& args) {
   for (int64_t t = 0; t < args.x.size(0); ++t) {
     for (int64_t j = 0; j < n; ++j) {
       double dpost = 0.0;
-      for (int64_t h = 0; h < width; ++h) dpost += double{stream_of(args.dout, t, j)[h]} * args.y.row(t)[h];
+      for (int64_t h = 0; h < width; ++h) dpost += double{args.dout.row(t, j)[h]} * args.y.row(t)[h];
       args.dpost.row(t)[j] = static_cast<float>(dpost);
       for (int64_t i = 0; i < n; ++i) {
         double dcomb = 0.0;
         for (int64_t h = 0; h < width; ++h) {
-          dcomb += double{stream_of(args.dout, t, j)[h]} * stream_of(args.x, t, i)[h];
+          dcomb += double{args.dout.row(t, j)[h]} * args.x.row(t, i)[h];
         }
         element(args.dcomb, t, i, j) = static_cast<float>(dcomb);
       }
     }
     for (int64_t h = 0; h < width; ++h) {
       double dy = 0.0;
-      for (int64_t j = 0; j < n; ++j) dout[static_cast<size_t>(j)] = stream_of(args.dout, t, j)[h];
+      for (int64_t j = 0; j < n; ++j) dout[static_cast<size_t>(j)] = args.dout.row(t, j)[h];
       for (int64_t j = 0; j < n; ++j) dy += args.post.row(t)[j] * dout[static_cast<size_t>(j)];
       args.dy.row(t)[h] = static_cast<float>(dy);
       for (int64_t i = 0; i < n; ++i) {
         double dx = 0.0;
         for (int64_t j = 0; j < n; ++j) dx += element(args.comb, t, i, j) * dout[static_cast<size_t>(j)];
-        stream_of(args.dx, t, i)[h] = static_cast<float>(dx);
+        args.dx.row(t, i)[h] = static_cast<float>(dx);
       }
     }
   }
@@ -326,7 +332,7 @@ void reference(const MhcExpand& args) {
   CHECK_OK(validate(args));
   for (int64_t t = 0; t < args.out.size(0); ++t) {
     for (int64_t i = 0; i < args.out.size(1); ++i) {
-      for (int64_t h = 0; h < args.out.size(2); ++h) stream_of(args.out, t, i)[h] = args.x.row(t)[h];
+      for (int64_t h = 0; h < args.out.size(2); ++h) args.out.row(t, i)[h] = args.x.row(t)[h];
     }
   }
 }
@@ -336,7 +342,7 @@ void reference(const MhcMean& args) {
   for (int64_t t = 0; t < args.x.size(0); ++t) {
     for (int64_t h = 0; h < args.x.size(2); ++h) {
       double sum = 0.0;
-      for (int64_t i = 0; i < args.x.size(1); ++i) sum += stream_of(args.x, t, i)[h];
+      for (int64_t i = 0; i < args.x.size(1); ++i) sum += args.x.row(t, i)[h];
       args.out.row(t)[h] = static_cast<float>(sum / static_cast<double>(args.x.size(1)));
     }
   }
@@ -347,7 +353,7 @@ void reference(const MhcExpandBackward& args) {
   for (int64_t t = 0; t < args.dout.size(0); ++t) {
     for (int64_t h = 0; h < args.dout.size(2); ++h) {
       double sum = 0.0;
-      for (int64_t i = 0; i < args.dout.size(1); ++i) sum += stream_of(args.dout, t, i)[h];
+      for (int64_t i = 0; i < args.dout.size(1); ++i) sum += args.dout.row(t, i)[h];
       args.dx.row(t)[h] = static_cast<float>(sum);
     }
   }
@@ -358,7 +364,7 @@ void reference(const MhcMeanBackward& args) {
   for (int64_t t = 0; t < args.dx.size(0); ++t) {
     for (int64_t i = 0; i < args.dx.size(1); ++i) {
       for (int64_t h = 0; h < args.dx.size(2); ++h) {
-        stream_of(args.dx, t, i)[h] = args.dout.row(t)[h] / static_cast<float>(args.dx.size(1));
+        args.dx.row(t, i)[h] = args.dout.row(t)[h] / static_cast<float>(args.dx.size(1));
       }
     }
   }

@@ -43,7 +43,7 @@ void for_stream_count(int64_t n, Body&& body) {
 template <int N>
 struct TokenRows {
   TokenRows(const Tensor& x, int64_t token) {
-    for (int i = 0; i < N; ++i) at[i] = x.f32() + token * x.stride(0) + i * x.stride(1);
+    for (int i = 0; i < N; ++i) at[i] = x.row(token, i);
   }
   float* at[N];
 };
@@ -407,13 +407,10 @@ HWY_EXPORT(copy_to_streams);
 
 namespace {
 
-constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
 constexpr int64_t kGroup = 16;           // tokens whose Sinkhorn iterations run side by side
 constexpr int64_t kColumnsMax = 80;      // (2 + n) n of eight streams
 
-int64_t grain_tokens(const Tensor& streams) {
-  return kGrainValues / (streams.size(1) * streams.size(2) + 1) + 1;
-}
+int64_t grain_tokens(const Tensor& streams) { return task_rows(streams.size(1) * streams.size(2)); }
 
 // Whole groups when every thread gets some; otherwise smaller ones, which waste lanes but share the rows'
 // traffic.

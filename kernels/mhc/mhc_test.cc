@@ -57,7 +57,6 @@ MhcMixBackward random_mix_backward(TensorPool& pool, const MhcMix& mix) {
           .zr = mix.zr,
           .base = mix.base,
           .scale = mix.scale,
-          .norm_eps = mix.norm_eps,
           .eps = mix.eps,
           .iterations = mix.iterations,
           .inv_rms = mix.inv_rms,

@@ -98,11 +98,6 @@ HWY_EXPORT(combine_backward_tokens);
 
 namespace {
 
-constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
-
-// Tokens a task takes, by the row values that one token touches.
-int64_t grain_tokens(int64_t values) { return kGrainValues / (values + 1) + 1; }
-
 // A counting sort. One thread: 32,768 slots take 0.1 ms, a thousandth of the experts' products that follow.
 void plan(const MoePlan& args, Worker& worker) {
   const int64_t tokens = args.experts.size(0), slots = args.experts.size(1);
@@ -144,7 +139,7 @@ void launch(const MoeGather& args, Stream& stream) {
   CHECK_OK(validate(args));
   const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
   if (hidden == 0) return;
-  stream.parallel_for(args.rows.size(0), grain_tokens(hidden), [&](int64_t begin, int64_t end, Worker&) {
+  stream.parallel_for(args.rows.size(0), task_rows(hidden), [&](int64_t begin, int64_t end, Worker&) {
     for (int64_t r = begin; r < end; ++r) {
       const int32_t token = args.row_token.i32()[r];
       CHECK(token >= 0 && token < tokens);
@@ -155,7 +150,7 @@ void launch(const MoeGather& args, Stream& stream) {
 
 void launch(const MoeCombine& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = grain_tokens(args.slot_row.size(1) * args.y.size(1));
+  const int64_t grain = task_rows(args.slot_row.size(1) * args.y.size(1));
   stream.parallel_for(args.y.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(combine_tokens)(args.rows, args.weights, args.slot_row, args.y, begin, end, worker);
   });
@@ -163,7 +158,7 @@ void launch(const MoeCombine& args, Stream& stream) {
 
 void launch(const MoeCombineBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = grain_tokens(args.slot_row.size(1) * args.dy.size(1));
+  const int64_t grain = task_rows(args.slot_row.size(1) * args.dy.size(1));
   stream.parallel_for(args.dy.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(combine_backward_tokens)(args, begin, end, worker);
   });
@@ -171,7 +166,7 @@ void launch(const MoeCombineBackward& args, Stream& stream) {
 
 void launch(const MoeGatherBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = grain_tokens(args.slot_row.size(1) * args.dx.size(1));
+  const int64_t grain = task_rows(args.slot_row.size(1) * args.dx.size(1));
   stream.parallel_for(args.dx.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(combine_tokens)(args.drows, Tensor(), args.slot_row, args.dx, begin, end, worker);
   });

@@ -36,7 +36,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace slipstream::kernels {
 namespace {
-constexpr int64_t kGrainValues = 65536;
+constexpr int64_t kCopiedValues = 65536;
 }
 
 HWY_EXPORT(pack);
@@ -45,7 +45,7 @@ void launch(const PackPanels& args, Stream& stream) {
   CHECK_OK(validate(args));
   const bool stacked = args.w.rank() == 3;
   const int64_t matrices = stacked ? args.w.size(0) : 1, count = args.panels.size(stacked ? 1 : 0);
-  const int64_t grain = kGrainValues / (args.w.size(stacked ? 2 : 1) * kPanelColumns + 1) + 1;
+  const int64_t grain = task_rows(args.w.size(stacked ? 2 : 1) * kPanelColumns, kCopiedValues);
   stream.parallel_for(matrices * count, grain, [&](int64_t begin, int64_t end, Worker& worker) {
     for (int64_t i = begin; i < end;) {
       const int64_t matrix = i / count, first = i % count, last = std::min(count, first + end - i);

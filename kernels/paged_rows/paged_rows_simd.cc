@@ -45,12 +45,12 @@ namespace slipstream::kernels {
 HWY_EXPORT(paged_write_rows);
 
 namespace {
-constexpr int64_t kGrainValues = 32768;  // about 5 us of copying: below that, waking a thread costs more
+constexpr int64_t kCopiedValues = 32768;
 }
 
 void launch(const PagedWrite& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.rows.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.rows.size(1), kCopiedValues);
   stream.parallel_for(args.rows.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(paged_write_rows)(args, begin, end);
   });

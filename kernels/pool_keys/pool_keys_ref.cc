@@ -22,17 +22,23 @@ std::vector<double> shares(const std::vector<float>& gates, const Tensor& ape, i
   return out;
 }
 
+// What forward and backward read of every token.
+template <class Args>
+absl::Status expect_tokens(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_tensor(op, "k", args.k, DType::kF32, {-1, -1}));
+  const int64_t tokens = args.k.size(0), width = args.k.size(1);
+  RETURN_IF_ERROR(expect_tensor(op, "gate", args.gate, DType::kF32, {tokens, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "ape", args.ape, DType::kF32, {-1, width}));
+  RETURN_IF_ERROR(expect_that(op, args.ape.size(0) >= 1, "ape must have a row for each token of a pool"));
+  return expect_sequences(op, args.sequences, tokens);
+}
+
 }  // namespace
 
 absl::Status validate(const PoolKeys& args) {
   constexpr const char* kOp = "pool_keys";
-  RETURN_IF_ERROR(expect_tensor(kOp, "k", args.k, DType::kF32, {-1, -1}));
-  const int64_t tokens = args.k.size(0), width = args.k.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "gate", args.gate, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "ape", args.ape, DType::kF32, {-1, width}));
-  const int64_t pool = args.ape.size(0);
-  RETURN_IF_ERROR(expect_that(kOp, pool >= 1, "ape must have a row for each token of a pool"));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_tokens(kOp, args));
+  const int64_t width = args.k.size(1), pool = args.ape.size(0);
   RETURN_IF_ERROR(expect_tensor(kOp, "open", args.open, DType::kF32, {-1, pool, 2, width}));
   RETURN_IF_ERROR(expect_tensor(kOp, "slots", args.slots, DType::kI32, {args.sequences.count()}));
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
@@ -44,17 +50,11 @@ absl::Status validate(const PoolKeys& args) {
 
 absl::Status validate(const PoolKeysBackward& args) {
   constexpr const char* kOp = "pool_keys_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "k", args.k, DType::kF32, {-1, -1}));
-  const int64_t tokens = args.k.size(0), width = args.k.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "gate", args.gate, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "ape", args.ape, DType::kF32, {-1, width}));
-  const int64_t pool = args.ape.size(0);
-  RETURN_IF_ERROR(expect_that(kOp, pool >= 1, "ape must have a row for each token of a pool"));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_tokens(kOp, args));
+  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
+  const int64_t tokens = args.k.size(0), width = args.k.size(1), pool = args.ape.size(0);
   int64_t pools = 0;
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
-    RETURN_IF_ERROR(
-        expect_that(kOp, args.sequences.cached_tokens(b) == 0, "every sequence must be whole: cached == 0"));
     pools += (args.sequences.end(b) - args.sequences.begin(b)) / pool;
   }
   RETURN_IF_ERROR(expect_tensor(kOp, "dpooled", args.dpooled, DType::kF32, {pools, width}));

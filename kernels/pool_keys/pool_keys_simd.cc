@@ -144,14 +144,10 @@ HWY_EXPORT(pool_keys_rows);
 HWY_EXPORT(pool_keys_backward_rows);
 HWY_EXPORT(pool_keys_ape_grad);
 
-namespace {
-constexpr int64_t kGrainValues = 16384;  // of T x Di: some ten microseconds, most of it exponentials
-}
-
 void launch(const PoolKeys& args, Stream& stream) {
   CHECK_OK(validate(args));
   const int64_t pool = args.ape.size(0), width = args.k.size(1);
-  stream.parallel_for(args.k.size(0), kGrainValues / (width + 1) + 1,
+  stream.parallel_for(args.k.size(0), task_rows(width),
                       [&](int64_t begin, int64_t end, Worker& worker) {
                         HWY_DYNAMIC_DISPATCH(pool_keys_rows)(args, begin, end, worker);
                       });
@@ -174,7 +170,7 @@ void launch(const PoolKeysBackward& args, Stream& stream) {
   int64_t first_pool = 0;
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
     const int64_t first = args.sequences.begin(b), tokens = args.sequences.end(b) - first;
-    const int64_t grain = kGrainValues / (pool * width + 1) + 1;
+    const int64_t grain = task_rows(pool * width);
     stream.parallel_for(tokens / pool, grain, [&](int64_t begin, int64_t end, Worker& worker) {
       HWY_DYNAMIC_DISPATCH(pool_keys_backward_rows)(args, first, first_pool, begin, end, worker);
     });

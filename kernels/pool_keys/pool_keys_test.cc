@@ -7,28 +7,16 @@
 #include <vector>
 
 #include "hwy/targets.h"
-#include "kernels/testing/op_test.h"
+#include "kernels/testing/batches.h"
 
 namespace slipstream::kernels {
 namespace {
 
+using testing::Length;
+using testing::make_sequences;
 using testing::single_thread_stream;
 using testing::TensorPool;
 using testing::test_stream;
-
-struct Length {
-  int64_t cached, fresh;
-};
-
-Sequences make_sequences(TensorPool& pool, const std::vector<Length>& lengths) {
-  std::vector<int32_t> begin = {0}, cached;
-  for (const Length& length : lengths) {
-    begin.push_back(begin.back() + static_cast<int32_t>(length.fresh));
-    cached.push_back(static_cast<int32_t>(length.cached));
-  }
-  const int64_t count = static_cast<int64_t>(lengths.size());
-  return {.row_begin = pool.ints({count + 1}, begin), .cached = pool.ints({count}, cached)};
-}
 
 // Pages dealt to the sequences in turn, slots in reverse order.
 PoolKeys make_args(TensorPool& pool, const std::vector<Length>& lengths, int64_t size, int64_t width,
@@ -39,9 +27,7 @@ PoolKeys make_args(TensorPool& pool, const std::vector<Length>& lengths, int64_t
   for (const Length& length : lengths) {
     columns = std::max(columns, (length.cached + length.fresh) / size / kPageRows + 1);
   }
-  std::vector<int32_t> table, slots;
-  for (int64_t i = 0; i < count * columns; ++i)
-    table.push_back(static_cast<int32_t>(i % columns * count + i / columns));
+  std::vector<int32_t> slots;
   for (int64_t b = 0; b < count; ++b) slots.push_back(static_cast<int32_t>(count - b));
   return {.k = pool.random(DType::kF32, {tokens, width + 3}).slice(1, 1, width + 1),
           .gate = pool.random(DType::kF32, {tokens, width + 5}, -3.0f, 3.0f).slice(1, 2, width + 2),
@@ -50,7 +36,7 @@ PoolKeys make_args(TensorPool& pool, const std::vector<Length>& lengths, int64_t
           .open = pool.random(DType::kF32, {count + 1, size, 2, width}),
           .slots = pool.ints({count}, slots),
           .pooled = {.pool = pool.output(dtype, {count * columns, kPageRows, width}),
-                     .page_table = pool.ints({count, columns}, table)}};
+                     .page_table = testing::pages_in_turn(pool, count, columns)}};
 }
 
 PoolKeys with_own_outputs(TensorPool& pool, PoolKeys args) {

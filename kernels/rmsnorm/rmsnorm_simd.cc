@@ -4,7 +4,7 @@
 #define HWY_TARGET_INCLUDE "kernels/rmsnorm/rmsnorm_simd.cc"
 #include "hwy/foreach_target.h"
 
-#include "kernels/simd/lanes-inl.h"
+#include "kernels/simd/column_sums-inl.h"
 
 #include <cmath>
 
@@ -55,17 +55,14 @@ void rmsnorm_backward_rows(const RmsNormBackward& args, int64_t begin, int64_t e
   }
 }
 
-// dw for columns [begin, end): each thread owns columns and walks the tokens in order, so no sum is ever shared.
+// dw for columns [begin, end).
 void rmsnorm_weight_grad(const RmsNormBackward& args, int64_t begin, int64_t end) {
-  for (int64_t t = 0; t < args.x.size(0); ++t) {
-    const float* x = args.x.row(t) + begin;
-    const float* dy = args.dy.row(t) + begin;
-    float* dw = args.dw.f32() + begin;
-    const Lanes inv_rms = broadcast(args.inv_rms.f32()[t]);
-    for_lanes(end - begin, [&](int64_t i, auto chunk) HWY_ATTR {
-      chunk.store(fma(chunk.load(dy + i), mul(chunk.load(x + i), inv_rms), chunk.load(dw + i)), dw + i);
-    });
-  }
+  add_column_sums(args.x.size(0), begin, end, args.dw.f32(),
+                  [&](const Lanes& sum, int64_t t, int64_t i, auto chunk) HWY_ATTR {
+                    const Lanes inv_rms = broadcast(args.inv_rms.f32()[t]);
+                    const Lanes normed = mul(chunk.load(args.x.row(t) + i), inv_rms);
+                    return fma(chunk.load(args.dy.row(t) + i), normed, sum);
+                  });
 }
 
 }  // namespace HWY_NAMESPACE
@@ -80,12 +77,12 @@ HWY_EXPORT(rmsnorm_backward_rows);
 HWY_EXPORT(rmsnorm_weight_grad);
 
 namespace {
-constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
+constexpr int64_t kGradColumns = 64;  // what one pass over the tokens sums side by side
 }
 
 void launch(const RmsNorm& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(rmsnorm_rows)(args, begin, end);
   });
@@ -95,11 +92,11 @@ void launch(const RmsNormBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
   // dw first: dx may overwrite dy.
   if (!args.dw.empty()) {
-    stream.parallel_for(args.x.size(1), 256, [&](int64_t begin, int64_t end, Worker&) {
+    stream.parallel_for(args.x.size(1), kGradColumns, [&](int64_t begin, int64_t end, Worker&) {
       HWY_DYNAMIC_DISPATCH(rmsnorm_weight_grad)(args, begin, end);
     });
   }
-  const int64_t grain = kGrainValues / (args.x.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(rmsnorm_backward_rows)(args, begin, end);
   });

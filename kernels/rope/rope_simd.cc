@@ -95,7 +95,6 @@ HWY_EXPORT(rope_table_rows);
 HWY_EXPORT(rope_rows);
 
 namespace {
-constexpr int64_t kGrainValues = 16384;     // about 5 us of work: below that, waking a thread costs more
 constexpr int64_t kTableGrainTokens = 128;  // enough to forget the R/2 powers each range begins with
 }  // namespace
 
@@ -117,7 +116,7 @@ void launch(const RopeTable& args, Stream& stream) {
 
 void launch(const Rope& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.x.size(1) * args.x.size(2) + 1) + 1;
+  const int64_t grain = task_rows(args.x.size(1) * args.x.size(2));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(rope_rows)(args, worker.scratch<float>(2 * args.x.size(2)), begin, end);
   });

@@ -303,23 +303,12 @@ HWY_EXPORT(sampling_finish);
 void launch(const Sampling& args, Stream& stream) {
   CHECK_OK(validate(args));
   const int64_t rows = args.logits.size(0), blocks = softmax_blocks(args.logits.size(1));
-  if (rows * blocks <= kSoftmaxPartsOnStack) {  // few rows: their blocks are shared out, not the rows
-    SoftmaxPart parts[kSoftmaxPartsOnStack];
-    stream.parallel_for(rows * blocks, /*grain=*/4, [&](int64_t begin, int64_t end, Worker&) {
-      for (int64_t i = begin; i < end; ++i) {
-        parts[i] = HWY_DYNAMIC_DISPATCH(sampling_part)(args, i / blocks, i % blocks);
-      }
-    });
-    stream.parallel_for(rows, /*grain=*/1, [&](int64_t t, int64_t, Worker& worker) {
-      HWY_DYNAMIC_DISPATCH(sampling_finish)(args, t, parts + t * blocks, worker);
-    });
-    return;
-  }
-  stream.parallel_for(rows, /*grain=*/1, [&](int64_t t, int64_t, Worker& worker) {
-    SoftmaxPart* parts = worker.scratch<SoftmaxPart>(blocks);
-    for (int64_t b = 0; b < blocks; ++b) parts[b] = HWY_DYNAMIC_DISPATCH(sampling_part)(args, t, b);
-    HWY_DYNAMIC_DISPATCH(sampling_finish)(args, t, parts, worker);
-  });
+  for_softmax_rows(
+      stream, rows, blocks, /*row_grain=*/1, /*finish_grain=*/1,
+      [&](int64_t t, int64_t block) { return HWY_DYNAMIC_DISPATCH(sampling_part)(args, t, block); },
+      [&](int64_t t, SoftmaxPart* parts, Worker& worker) {
+        HWY_DYNAMIC_DISPATCH(sampling_finish)(args, t, parts, worker);
+      });
 }
 
 }  // namespace slipstream::kernels

@@ -3,22 +3,14 @@
 // differences; bad arguments are refused by name.
 #include "kernels/short_conv/short_conv.h"
 
-#include "kernels/testing/op_test.h"
+#include "kernels/testing/batches.h"
 
 namespace slipstream::kernels {
 namespace {
 
+using testing::sequences_of;
 using testing::TensorPool;
 using testing::test_stream;
-
-Sequences sequences_of(TensorPool& pool, const std::vector<int32_t>& lengths,
-                       std::vector<int32_t> cached = {}) {
-  std::vector<int32_t> row_begin = {0};
-  for (int32_t n : lengths) row_begin.push_back(row_begin.back() + n);
-  cached.resize(lengths.size(), 0);
-  const auto count = static_cast<int64_t>(lengths.size());
-  return {.row_begin = pool.ints({count + 1}, row_begin), .cached = pool.ints({count}, cached)};
-}
 
 class ShortConvTest : public ::testing::TestWithParam<std::tuple<int64_t, int64_t>> {};
 

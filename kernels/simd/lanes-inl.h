@@ -169,21 +169,26 @@ HWY_INLINE Lanes sigmoid(const Lanes& a) {
   return div(one, add(one, exp(sub(zero_lanes(), a))));
 }
 
-// The sixteen lanes folded 8+8, 4+4, 2+2, 1+1.
+// The sixteen lanes folded 8+8, 4+4, 2+2, 1+1; the lower lanes are fold's first argument.
 template <class Fold>
 HWY_INLINE float fold_lanes(const Lanes& x, Fold&& fold) {
-  float v[kLanes];
-  store(x, v);
-  for (int64_t width = kLanes / 2; width >= 1; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) v[i] = fold(v[i], v[i + width]);
-  }
-  return v[0];
+  const hn::CappedTag<float, kLanes / 2> half;
+#if HWY_TARGET <= HWY_AVX3
+  const auto eight = fold(hn::LowerHalf(x.part[0]), hn::UpperHalf(half, x.part[0]));
+#else
+  static_assert(kLanesParts == 2);
+  const auto eight = fold(x.part[0], x.part[1]);
+#endif
+  const auto four = fold(hn::LowerHalf(eight), hn::UpperHalf(hn::Half<decltype(half)>(), eight));
+  const auto two = fold(four, hn::Shuffle1032(four));
+  return hn::GetLane(fold(two, hn::Shuffle2301(two)));
 }
 HWY_INLINE float sum_lanes(const Lanes& x) {
-  return fold_lanes(x, [](float a, float b) { return a + b; });
+  return fold_lanes(x, [](auto a, auto b) HWY_ATTR { return hn::Add(a, b); });
 }
+// a > b ? a : b at each fold: a NaN may be lost.
 HWY_INLINE float max_lanes(const Lanes& x) {
-  return fold_lanes(x, [](float a, float b) { return a > b ? a : b; });
+  return fold_lanes(x, [](auto a, auto b) HWY_ATTR { return hn::Max(a, b); });
 }
 
 // body(offset, load_or_load_first, store_or_store_first) over a row of n values in steps of sixteen:

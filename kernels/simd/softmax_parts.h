@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/stream.h"
+
 namespace slipstream::kernels {
 
 constexpr int64_t kSoftmaxBlock = 4096;  // 16 KiB: the second look at a block comes from the L1 cache
@@ -31,7 +33,33 @@ struct RowSoftmax {
   float lse() const { return max * inv_temperature + log_sum; }
 };
 
-// Where the parts of a few rows fit on the caller's stack, all their blocks are spread over the threads.
-constexpr int64_t kSoftmaxPartsOnStack = 1024;
+// For each of `rows` rows: parts[b] = part(row, b) for its blocks, then finish(row, parts, worker). Tasks take row_grain
+// rows. Of few rows the blocks are shared out instead, and then the ends, finish_grain to a task.
+template <class Part, class Finish>
+void for_softmax_rows(Stream& stream, int64_t rows, int64_t blocks, int64_t row_grain, int64_t finish_grain,
+                      Part&& part, Finish&& finish) {
+  constexpr int64_t kPartsOnStack = 1024, kBlockGrain = 4;
+  if (rows * blocks <= kPartsOnStack) {
+    SoftmaxPart parts[kPartsOnStack];
+    stream.parallel_for(rows * blocks, kBlockGrain, [&](int64_t begin, int64_t end, Worker&) {
+      for (int64_t i = begin; i < end; ++i) parts[i] = part(i / blocks, i % blocks);
+    });
+    stream.parallel_for(rows, finish_grain, [&](int64_t begin, int64_t end, Worker& worker) {
+      for (int64_t t = begin; t < end; ++t) {
+        worker.reset();
+        finish(t, parts + t * blocks, worker);
+      }
+    });
+    return;
+  }
+  stream.parallel_for(rows, row_grain, [&](int64_t begin, int64_t end, Worker& worker) {
+    for (int64_t t = begin; t < end; ++t) {
+      worker.reset();
+      SoftmaxPart* parts = worker.scratch<SoftmaxPart>(blocks);
+      for (int64_t b = 0; b < blocks; ++b) parts[b] = part(t, b);
+      finish(t, parts, worker);
+    }
+  });
+}
 
 }  // namespace slipstream::kernels

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
+#include "kernels/sparse_mla/attention_ref.h"
 #include "kernels/sparse_mla/sparse_mla.h"
 #include "kernels/validate.h"
 
@@ -29,15 +29,9 @@ absl::Status expect_selection(const char* op, const Tensor& indices, const Tenso
   return absl::OkStatus();
 }
 
-// Row p of sequence b as fp32.
+// Row p of sequence b.
 std::vector<float> key_row(const PagedRows& keys, int64_t b, int64_t p) {
-  const int64_t offset = keys.offset(b, p);
-  std::vector<float> row;
-  for (int64_t w = 0; w < keys.width(); ++w) {
-    row.push_back(keys.pool.dtype() == DType::kBf16 ? to_f32(keys.pool.bf()[offset + w])
-                                                    : keys.pool.f32()[offset + w]);
-  }
-  return row;
+  return stored_row(keys, b, p, 0, keys.width());
 }
 
 // The positions query t of sequence b attends to.
@@ -52,51 +46,36 @@ std::vector<int64_t> selection(const Sequences& sequences, const Tensor& indices
   return positions;
 }
 
-const float* head_row(const Tensor& x, int64_t t, int64_t head) {
-  return x.f32() + t * x.stride(0) + head * x.stride(1);
-}
-float* mutable_head_row(const Tensor& x, int64_t t, int64_t head) {
-  return x.f32() + t * x.stride(0) + head * x.stride(1);
-}
-
-double dot(const float* a, const float* b, int64_t n) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < n; ++i) sum += double{a[i]} * b[i];
-  return sum;
+// What forward and backward have in common.
+template <class Args>
+absl::Status expect_attention(const char* op, const Args& args) {
+  RETURN_IF_ERROR(expect_tensor(op, "q", args.q, DType::kF32, {-1, -1, -1}));
+  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
+  RETURN_IF_ERROR(expect_tensor(op, "o", args.o, DType::kF32, {tokens, heads, -1}));
+  RETURN_IF_ERROR(expect_that(op, args.o.size(2) >= 1 && args.o.size(2) <= width, "o: rank must be in 1..W"));
+  RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_paged(op, "keys", args.keys, args.sequences, width));
+  return expect_selection(op, args.indices, args.counts, args.sequences, tokens);
 }
 
 }  // namespace
 
 absl::Status validate(const SparseMla& args) {
   constexpr const char* kOp = "sparse_mla";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
-  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "o", args.o, DType::kF32, {tokens, heads, -1}));
-  RETURN_IF_ERROR(
-      expect_that(kOp, args.o.size(2) >= 1 && args.o.size(2) <= width, "o: rank must be in 1..W"));
-  if (!args.lse.empty()) RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  RETURN_IF_ERROR(expect_paged(kOp, "keys", args.keys, args.sequences, width));
-  return expect_selection(kOp, args.indices, args.counts, args.sequences, tokens);
+  RETURN_IF_ERROR(expect_attention(kOp, args));
+  if (args.lse.empty()) return absl::OkStatus();
+  return expect_tensor(kOp, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
 }
 
 absl::Status validate(const SparseMlaBackward& args) {
   constexpr const char* kOp = "sparse_mla_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
-  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "o", args.o, DType::kF32, {tokens, heads, -1}));
-  const int64_t rank = args.o.size(2);
-  RETURN_IF_ERROR(expect_that(kOp, rank >= 1 && rank <= width, "o: rank must be in 1..W"));
+  RETURN_IF_ERROR(expect_attention(kOp, args));
+  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
+  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2), rank = args.o.size(2);
   RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens, heads}));
   RETURN_IF_ERROR(expect_tensor(kOp, "d_o", args.d_o, DType::kF32, {tokens, heads, rank}));
   RETURN_IF_ERROR(expect_tensor(kOp, "dq", args.dq, DType::kF32, {tokens, heads, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dkeys", args.dkeys, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  for (int64_t b = 0; b < args.sequences.count(); ++b) {
-    RETURN_IF_ERROR(expect_that(kOp, args.sequences.cached_tokens(b) == 0, "cached must be 0"));
-  }
-  RETURN_IF_ERROR(expect_paged(kOp, "keys", args.keys, args.sequences, width));
-  return expect_selection(kOp, args.indices, args.counts, args.sequences, tokens);
+  return expect_tensor(kOp, "dkeys", args.dkeys, DType::kF32, {tokens, width});
 }
 
 void reference(const SparseMla& args) {
@@ -108,20 +87,16 @@ void reference(const SparseMla& args) {
       for (int64_t head = 0; head < heads; ++head) {
         std::vector<double> p;
         for (int64_t s : positions) {
-          p.push_back(dot(head_row(args.q, t, head), key_row(args.keys, b, s).data(), width) * args.scale);
+          p.push_back(dot_product(args.q.row(t, head), key_row(args.keys, b, s).data(), width) * args.scale);
         }
-        const double top = p.empty() ? 0.0 : *std::max_element(p.begin(), p.end());
-        double sum = 0.0;
-        for (double& x : p) sum += x = std::exp(x - top);
+        const double lse = softmax(p);
         std::vector<double> o(static_cast<size_t>(rank), 0.0);
         for (size_t i = 0; i < positions.size(); ++i) {
           const std::vector<float> key = key_row(args.keys, b, positions[i]);
-          for (size_t r = 0; r < o.size(); ++r) o[r] += p[i] / sum * key[r];
+          for (size_t r = 0; r < o.size(); ++r) o[r] += p[i] * key[r];
         }
-        std::copy(o.begin(), o.end(), mutable_head_row(args.o, t, head));
-        if (args.lse.empty()) continue;
-        args.lse.row(t)[head] =
-            p.empty() ? -std::numeric_limits<float>::infinity() : static_cast<float>(top + std::log(sum));
+        std::copy(o.begin(), o.end(), args.o.row(t, head));
+        if (!args.lse.empty()) args.lse.row(t)[head] = static_cast<float>(lse);
       }
     }
   }
@@ -136,20 +111,20 @@ void reference(const SparseMlaBackward& args) {
     const int64_t begin = args.sequences.begin(b);
     for (int64_t t = begin; t < args.sequences.end(b); ++t) {
       for (int64_t head = 0; head < heads; ++head) {
-        const float* q = head_row(args.q, t, head);
-        const float* d_o = head_row(args.d_o, t, head);
-        const double mean = dot(d_o, head_row(args.o, t, head), rank);
+        const float* q = args.q.row(t, head);
+        const float* d_o = args.d_o.row(t, head);
+        const double mean = dot_product(d_o, args.o.row(t, head), rank);
         std::vector<double> dq(static_cast<size_t>(width), 0.0);
         for (int64_t s : selection(args.sequences, args.indices, args.counts, b, t)) {
           const std::vector<float> key = key_row(args.keys, b, s);
-          const double p = std::exp(dot(q, key.data(), width) * args.scale - args.lse.row(t)[head]);
-          const double ds = p * (dot(d_o, key.data(), rank) - mean) * args.scale;
+          const double p = std::exp(dot_product(q, key.data(), width) * args.scale - args.lse.row(t)[head]);
+          const double ds = p * (dot_product(d_o, key.data(), rank) - mean) * args.scale;
           double* dkey = dkeys.data() + (begin + s) * width;
           for (int64_t w = 0; w < width; ++w) dq[static_cast<size_t>(w)] += ds * key[static_cast<size_t>(w)];
           for (int64_t w = 0; w < width; ++w) dkey[w] += ds * q[w];
           for (int64_t r = 0; r < rank; ++r) dkey[r] += p * d_o[r];
         }
-        std::copy(dq.begin(), dq.end(), mutable_head_row(args.dq, t, head));
+        std::copy(dq.begin(), dq.end(), args.dq.row(t, head));
       }
     }
   }

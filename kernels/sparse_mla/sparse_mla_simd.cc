@@ -90,7 +90,7 @@ template <class T>
 HWY_INLINE void group_rows(const Tensor& x, const AttentionGroup& g, T** out) {
   for (int64_t i = 0; i < g.queries; ++i) {
     for (int64_t j = 0; j < g.heads; ++j) {
-      out[i * g.heads + j] = x.f32() + (g.row + i) * x.stride(0) + (g.head + j) * x.stride(1);
+      out[i * g.heads + j] = x.row(g.row + i, g.head + j);
     }
   }
 }

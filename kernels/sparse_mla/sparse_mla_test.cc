@@ -10,12 +10,13 @@
 #include <numeric>
 
 #include "hwy/targets.h"
-#include "kernels/testing/op_test.h"
+#include "kernels/testing/batches.h"
 
 namespace slipstream::kernels {
 namespace {
 
 using testing::expect_same_bits;
+using testing::Piece;
 using testing::single_thread_stream;
 using testing::TensorPool;
 using testing::test_stream;
@@ -25,7 +26,7 @@ struct Shape {
   int64_t width() const { return rank + rope; }
 };
 
-// Whole sequences of these lengths, in order, with all their keys; row_of(b) is where sequence b begins.
+// Whole sequences of these lengths, in order, with all their keys.
 struct World {
   World(TensorPool& pool, Shape sizes, std::vector<int64_t> sequence_lengths, int64_t topk, DType dtype)
       : shape(sizes), lengths(std::move(sequence_lengths)) {
@@ -39,7 +40,7 @@ struct World {
     counts = pool.zeros(DType::kI32, {tokens});
     for (size_t b = 0; b < lengths.size(); ++b) {
       for (int64_t t = 0; t < lengths[b]; ++t) {
-        const int64_t row = row_of(static_cast<int64_t>(b)) + t;
+        const int64_t row = testing::first_row(lengths, static_cast<int64_t>(b)) + t;
         int32_t& count = counts.i32()[row];
         if (t % 11 == 10) continue;
         for (int64_t s = 0; s <= t && count < topk; ++s) {
@@ -51,71 +52,32 @@ struct World {
     }
   }
 
-  int64_t row_of(int64_t b) const {
-    return std::accumulate(lengths.begin(), lengths.begin() + b, int64_t{0});
-  }
-
   Shape shape;
-  std::vector<int64_t> lengths;
+  testing::Lengths lengths;
   int64_t tokens = 0;
   Tensor q, rows, indices, counts;
 };
 
-// New tokens [begin, end) of one sequence; what came before is cached.
-struct Piece {
-  int64_t sequence, begin, end;
-};
-
-// One call on these pieces. Pages are dealt out in an order given by `seed`; rows that no call may read are
-// NaN.
+// One call on these pieces.
 SparseMla make_call(TensorPool& pool, const World& world, const std::vector<Piece>& pieces, uint64_t seed) {
-  std::vector<int32_t> row_begin{0}, cached;
-  int64_t pages = 0, pages_max = 0;
-  for (const Piece& piece : pieces) {
-    row_begin.push_back(row_begin.back() + static_cast<int32_t>(piece.end - piece.begin));
-    cached.push_back(static_cast<int32_t>(piece.begin));
-    pages += (piece.end + kPageRows - 1) / kPageRows;
-    pages_max = std::max(pages_max, (piece.end + kPageRows - 1) / kPageRows);
-  }
-  const int64_t count = static_cast<int64_t>(pieces.size()), tokens = row_begin.back();
   const int64_t heads = world.shape.heads, width = world.shape.width();
-  std::vector<int32_t> order(static_cast<size_t>(pages + 2));
-  std::iota(order.begin(), order.end(), 0);
-  TensorPool dice(seed);
-  for (size_t i = order.size(); i > 1; --i) {
-    std::swap(order[i - 1], order[static_cast<size_t>(dice.uniform() * static_cast<float>(i))]);
-  }
   SparseMla call;
-  call.sequences = {.row_begin = pool.ints({count + 1}, row_begin), .cached = pool.ints({count}, cached)};
+  call.sequences = testing::sequences_of_pieces(pool, pieces);
+  const int64_t tokens = call.sequences.rows();
   call.q = pool.output(DType::kF32, {tokens, heads, width + 5}).slice(2, 2, 2 + width);
-  call.keys = {.pool = pool.output(world.rows.dtype(), {pages + 2, kPageRows, width}),
-               .page_table = pool.ints({count, pages_max},
-                                       std::vector<int32_t>(static_cast<size_t>(count * pages_max), -1))};
+  testing::copy_pieces(world.q, world.lengths, pieces, call.q);
+  call.keys = testing::store_pieces(pool, world.rows, world.lengths, pieces, seed);
   if (!world.indices.empty()) {
-    call.indices = pool.output(DType::kI32, {tokens, world.indices.size(1)});
+    const int64_t topk = world.indices.size(1);
+    call.indices = pool.output(DType::kI32, {tokens, topk});
     call.counts = pool.output(DType::kI32, {tokens});
-  }
-  size_t next_page = 0;
-  const int64_t bytes = width * size_of(world.rows.dtype());
-  for (int64_t b = 0; b < count; ++b) {
-    const Piece& piece = pieces[static_cast<size_t>(b)];
-    const int64_t from = world.row_of(piece.sequence);
-    for (int64_t p = 0; p < piece.end; ++p) {
-      int32_t& page = call.keys.page_table.i32()[b * pages_max + p / kPageRows];
-      if (p % kPageRows == 0) page = order[next_page++];
-      std::copy_n(
-          static_cast<const char*>(world.rows.raw()) + (from + p) * bytes, bytes,
-          static_cast<char*>(call.keys.pool.raw()) + call.keys.offset(b, p) * size_of(world.rows.dtype()));
-    }
-    for (int64_t p = piece.begin; p < piece.end; ++p) {
-      const int64_t row = call.sequences.begin(b) + p - piece.begin;
-      for (int64_t head = 0; head < heads; ++head) {
-        std::copy_n(world.q.row(from + p) + head * width, width, call.q.row(row) + head * call.q.stride(1));
-      }
-      if (world.indices.empty()) continue;
-      std::copy_n(world.indices.i32() + (from + p) * world.indices.size(1), world.indices.size(1),
-                  call.indices.i32() + row * world.indices.size(1));
-      call.counts.i32()[row] = world.counts.i32()[from + p];
+    int64_t row = 0;
+    for (const Piece& piece : pieces) {
+      const int64_t from = testing::first_row(world.lengths, piece.sequence) + piece.begin;
+      const int64_t count = piece.end - piece.begin;
+      std::copy_n(world.indices.i32() + from * topk, count * topk, call.indices.i32() + row * topk);
+      std::copy_n(world.counts.i32() + from, count, call.counts.i32() + row);
+      row += count;
     }
   }
   call.scale = 1.0f / std::sqrt(static_cast<float>(width));
@@ -124,11 +86,21 @@ SparseMla make_call(TensorPool& pool, const World& world, const std::vector<Piec
   return call;
 }
 
-std::vector<Piece> whole(const World& world) {
-  std::vector<Piece> pieces;
-  for (size_t b = 0; b < world.lengths.size(); ++b)
-    pieces.push_back({static_cast<int64_t>(b), 0, world.lengths[b]});
-  return pieces;
+std::vector<Piece> whole(const World& world) { return testing::whole_sequences(world.lengths); }
+
+// The backward of a forward call; its outputs are given.
+SparseMlaBackward make_backward(const SparseMla& call, const Tensor& d_o, const Tensor& dq, const Tensor& dkeys) {
+  return {.q = call.q,
+          .keys = call.keys,
+          .sequences = call.sequences,
+          .indices = call.indices,
+          .counts = call.counts,
+          .scale = call.scale,
+          .o = call.o,
+          .lse = call.lse,
+          .d_o = d_o,
+          .dq = dq,
+          .dkeys = dkeys};
 }
 
 // lse of an empty selection is -infinity on both sides, which expect_near cannot compare.
@@ -141,17 +113,11 @@ void expect_near_lse(const Tensor& actual, const Tensor& expected, float toleran
   }
 }
 
-// The outputs of a piece have the bits of the same tokens in a call on whole sequences.
+// The outputs of a call have the bits of the same tokens in a call on whole sequences.
 void expect_same_tokens(const SparseMla& call, const World& world, const std::vector<Piece>& pieces,
                         const SparseMla& all) {
-  for (size_t b = 0; b < pieces.size(); ++b) {
-    const int64_t from = world.row_of(pieces[b].sequence),
-                  row = call.sequences.begin(static_cast<int64_t>(b));
-    const int64_t count = pieces[b].end - pieces[b].begin;
-    const int64_t first = from + pieces[b].begin;
-    expect_same_bits(call.o.slice(0, row, row + count), all.o.slice(0, first, first + count));
-    expect_same_bits(call.lse.slice(0, row, row + count), all.lse.slice(0, first, first + count));
-  }
+  testing::expect_same_tokens(call.o, world.lengths, pieces, all.o);
+  testing::expect_same_tokens(call.lse, world.lengths, pieces, all.lse);
 }
 
 // Several pages where the plain loops of the reference can afford it.
@@ -182,24 +148,12 @@ TEST_P(SparseMlaShapes, BackwardEqualsReference) {
   const World world(pool, shape, {3, longest_of(shape), 0, 65}, topk, dtype);
   const SparseMla call = make_call(pool, world, whole(world), 3);
   reference(call);
-  const auto outputs = [&](SparseMlaBackward args) {
-    args.dq = pool.output(DType::kF32, {world.tokens, shape.heads, shape.width()});
-    args.dkeys = pool.output(DType::kF32, {world.tokens, shape.width() + 3}).slice(1, 1, 1 + shape.width());
-    return args;
+  const Tensor d_o = pool.random(DType::kF32, {world.tokens, shape.heads, shape.rank});
+  const auto backward = [&, heads = shape.heads, width = shape.width()] {
+    return make_backward(call, d_o, pool.output(DType::kF32, {world.tokens, heads, width}),
+                         pool.output(DType::kF32, {world.tokens, width + 3}).slice(1, 1, 1 + width));
   };
-  const SparseMlaBackward args =
-      outputs({.q = call.q,
-               .keys = call.keys,
-               .sequences = call.sequences,
-               .indices = call.indices,
-               .counts = call.counts,
-               .scale = call.scale,
-               .o = call.o,
-               .lse = call.lse,
-               .d_o = pool.random(DType::kF32, {world.tokens, shape.heads, shape.rank}),
-               .dq = {},
-               .dkeys = {}});
-  const SparseMlaBackward expected = outputs(args), one_thread = outputs(args);
+  const SparseMlaBackward args = backward(), expected = backward(), one_thread = backward();
   launch(args, test_stream());
   reference(expected);
   // p carries the rounding of scores up to 10 (1e-6), and a key's gradient adds up to 10,000 such terms.
@@ -329,17 +283,9 @@ TEST(SparseMlaTest, VectorWidthDoesNotChangeBits) {
       const SparseMla call = make_call(pool, world, whole(world), 1);
       launch(call, test_stream());
       TensorPool gradients(12);
-      results.push_back({.q = call.q,
-                         .keys = call.keys,
-                         .sequences = call.sequences,
-                         .indices = call.indices,
-                         .counts = call.counts,
-                         .scale = call.scale,
-                         .o = call.o,
-                         .lse = call.lse,
-                         .d_o = pool.copy(gradients.random(DType::kF32, {190, 5, 33})),
-                         .dq = pool.output(DType::kF32, {190, 5, 39}),
-                         .dkeys = pool.output(DType::kF32, {190, 39})});
+      results.push_back(make_backward(call, pool.copy(gradients.random(DType::kF32, {190, 5, 33})),
+                                      pool.output(DType::kF32, {190, 5, 39}),
+                                      pool.output(DType::kF32, {190, 39})));
       launch(results.back(), test_stream());
     }
     hwy::GetChosenTarget().Update(hwy::SupportedTargets());
@@ -372,17 +318,9 @@ TEST(SparseMlaTest, EmptyBatchesAndSelections) {
   expect_same_bits(call.o, pool.zeros(DType::kF32, {70, 2, 8}));
   for (int64_t i = 0; i < call.lse.numel(); ++i)
     EXPECT_EQ(call.lse.f32()[i], -std::numeric_limits<float>::infinity());
-  const SparseMlaBackward backward{.q = call.q,
-                                   .keys = call.keys,
-                                   .sequences = call.sequences,
-                                   .indices = call.indices,
-                                   .counts = call.counts,
-                                   .scale = call.scale,
-                                   .o = call.o,
-                                   .lse = call.lse,
-                                   .d_o = pool.random(DType::kF32, {70, 2, 8}),
-                                   .dq = pool.output(DType::kF32, {70, 2, 8}),
-                                   .dkeys = pool.output(DType::kF32, {70, 8})};
+  const SparseMlaBackward backward =
+      make_backward(call, pool.random(DType::kF32, {70, 2, 8}), pool.output(DType::kF32, {70, 2, 8}),
+                    pool.output(DType::kF32, {70, 8}));
   launch(backward, test_stream());
   expect_same_bits(backward.dq, pool.zeros(DType::kF32, {70, 2, 8}));
   expect_same_bits(backward.dkeys, pool.zeros(DType::kF32, {70, 8}));
@@ -400,18 +338,9 @@ TEST(SparseMlaTest, BackwardIsTheDerivative) {
       return testing::dot(call.o, d_o);
     };
     loss();
-    const SparseMlaBackward backward{
-        .q = call.q,
-        .keys = call.keys,
-        .sequences = call.sequences,
-        .indices = call.indices,
-        .counts = call.counts,
-        .scale = call.scale,
-        .o = call.o,
-        .lse = call.lse,
-        .d_o = d_o,
-        .dq = pool.output(DType::kF32, {world.tokens, shape.heads, shape.width()}),
-        .dkeys = pool.output(DType::kF32, {world.tokens, shape.width()})};
+    const SparseMlaBackward backward =
+        make_backward(call, d_o, pool.output(DType::kF32, {world.tokens, shape.heads, shape.width()}),
+                      pool.output(DType::kF32, {world.tokens, shape.width()}));
     launch(backward, test_stream());
     testing::expect_gradient(loss, call.q, backward.dq);
     for (int64_t b = 0; b < 3; ++b) {
@@ -449,19 +378,8 @@ TEST(SparseMlaTest, RefusesByName) {
   EXPECT_EQ(validate(bad).message(), "sparse_mla: indices must ascend from 0 to the query's position");
   bad.indices.i32()[3 * 4] = 8;
   EXPECT_TRUE(validate(bad).ok());
-  EXPECT_EQ(validate(SparseMlaBackward{.q = good.q,
-                                       .keys = good.keys,
-                                       .sequences = good.sequences,
-                                       .indices = good.indices,
-                                       .counts = good.counts,
-                                       .scale = 1.0f,
-                                       .o = good.o,
-                                       .lse = good.lse,
-                                       .d_o = good.o,
-                                       .dq = good.q,
-                                       .dkeys = pool.output(DType::kF32, {15, 12})})
-                .message(),
-            "sparse_mla_backward: cached must be 0");
+  EXPECT_EQ(validate(make_backward(good, good.o, good.q, pool.output(DType::kF32, {15, 12}))).message(),
+            "sparse_mla_backward: every sequence must be whole: cached == 0");
 }
 
 }  // namespace

@@ -72,13 +72,9 @@ namespace slipstream::kernels {
 HWY_EXPORT(swiglu_rows);
 HWY_EXPORT(swiglu_backward_rows);
 
-namespace {
-constexpr int64_t kGrainValues = 16384;  // about 5 us of work: below that, waking a thread costs more
-}
-
 void launch(const SwiGlu& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.gate.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.gate.size(1));
   stream.parallel_for(args.gate.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(swiglu_rows)(args, begin, end);
   });
@@ -86,7 +82,7 @@ void launch(const SwiGlu& args, Stream& stream) {
 
 void launch(const SwiGluBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
-  const int64_t grain = kGrainValues / (args.gate.size(1) + 1) + 1;
+  const int64_t grain = task_rows(args.gate.size(1));
   stream.parallel_for(args.gate.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(swiglu_backward_rows)(args, begin, end);
   });

@@ -158,7 +158,7 @@ void expect_same_bits(const Tensor& actual, const Tensor& expected) {
   ASSERT_EQ(actual.dtype(), expected.dtype());
   const std::vector<double> a = values_of(actual), b = values_of(expected);
   for (size_t i = 0; i < a.size(); ++i) {
-    if (!(a[i] == b[i])) {
+    if (!(a[i] == b[i] && std::signbit(a[i]) == std::signbit(b[i]))) {  // 0 and -0 are equal, their bits are not
       FAIL() << "element " << i << " of " << actual.describe() << ": " << a[i] << ", expected the bits of " << b[i];
     }
   }

@@ -86,7 +86,7 @@ void DecoderLayer::enter_backward(const HyperWeights& hyper, const Tensor& norm,
   const int64_t tokens = dh.size(0), n = hyper_->streams;
   const Tensor dzr = step.alloc({tokens, hyper_->mixes()});
   kernels::launch(kernels::MhcMixBackward{.x = s.streams.view({tokens, n, hidden_}), .zr = s.zr, .base = hyper.base,
-                                          .scale = hyper.scale, .norm_eps = norm_eps_, .eps = hyper_->eps,
+                                          .scale = hyper.scale, .eps = hyper_->eps,
                                           .iterations = hyper_->iterations, .inv_rms = s.inv_rms, .du = du,
                                           .dpost = dpost, .dcomb = dcomb, .dx = dstate.view({tokens, n, hidden_}),
                                           .dzr = dzr, .dbase = dhyper.base, .dscale = dhyper.scale},
