@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "hwy/targets.h"
+
 namespace slipstream::kernels::testing {
 namespace {
 
@@ -128,6 +130,9 @@ void TensorPool::expect_fences_intact() const {
     EXPECT_TRUE(std::all_of(after, after + kFenceBytes, intact)) << "written after " << block.what;
   }
 }
+
+ScopedTarget::ScopedTarget(int64_t target) { hwy::SetSupportedTargetsForTest(target); }
+ScopedTarget::~ScopedTarget() { hwy::SetSupportedTargetsForTest(0); }
 
 Stream& test_stream() {
   static const std::unique_ptr<Stream> stream = *Stream::create_cpu(2);

@@ -46,6 +46,16 @@ class TensorPool {
   std::vector<Block> blocks_;
 };
 
+// While it lives, operators run the form compiled for this Highway target (HWY_AVX2, or one of
+// hwy::SupportedAndGeneratedTargets(); 0: the best one).
+class ScopedTarget {
+ public:
+  explicit ScopedTarget(int64_t target);
+  ~ScopedTarget();
+  ScopedTarget(const ScopedTarget&) = delete;
+  ScopedTarget& operator=(const ScopedTarget&) = delete;
+};
+
 // A CPU stream of two threads, made once a process; and one of a single thread.
 Stream& test_stream();
 Stream& single_thread_stream();
