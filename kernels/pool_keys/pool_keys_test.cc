@@ -236,6 +236,9 @@ TEST(PoolKeysTest, RefusesByName) {
   PoolKeys args = make_args(pool, {{0, 9}}, 4, 8);
   args.slots.i32()[0] = 2;
   EXPECT_EQ(validate(args).message(), "pool_keys: slots: slot out of range");
+  args = make_args(pool, {{0, 9}, {0, 2}}, 4, 8);
+  args.slots.i32()[0] = args.slots.i32()[1];
+  EXPECT_EQ(validate(args).message(), "pool_keys: slots: two sequences in one slot");
   args = make_args(pool, {{0, 9}}, 4, 8);
   args.open = pool.zeros(DType::kF32, {2, 3, 2, 8});
   EXPECT_EQ(validate(args).message(), "pool_keys: open: f32 [2, 3, 2, 8], expected f32 [*, 4, 2, 8]");
