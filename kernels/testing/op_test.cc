@@ -150,9 +150,11 @@ void expect_near(const Tensor& actual, const Tensor& expected, float tolerance) 
   ASSERT_TRUE(actual.same_shape(expected)) << actual.describe() << " against " << expected.describe();
   const std::vector<double> a = values_of(actual), b = values_of(expected);
   double scale = 1.0;
-  for (double v : b) scale = std::max(scale, 1.0 + std::abs(v));
+  for (double v : b) {
+    if (std::isfinite(v)) scale = std::max(scale, 1.0 + std::abs(v));
+  }
   for (size_t i = 0; i < a.size(); ++i) {
-    if (!(std::abs(a[i] - b[i]) <= tolerance * scale)) {
+    if (!(a[i] == b[i] || std::abs(a[i] - b[i]) <= tolerance * scale)) {
       FAIL() << "element " << i << " of " << actual.describe() << ": " << a[i] << ", expected " << b[i];
     }
   }

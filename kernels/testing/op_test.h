@@ -60,7 +60,8 @@ class ScopedTarget {
 Stream& test_stream();
 Stream& single_thread_stream();
 
-// The tolerances of operator tests, in one place: |a - b| <= tolerance * (1 + max |b|).
+// The tolerances of operator tests, in one place: |a - b| <= tolerance * (1 + max |b|), of finite values; an
+// infinity must be the same infinity.
 float tolerance(DType weights);  // 2e-6 for f32, 2e-6 for bf16 (same rounded inputs, fp32 arithmetic)
 
 void expect_near(const Tensor& actual, const Tensor& expected, float tolerance);
