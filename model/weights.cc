@@ -1,7 +1,6 @@
 #include "model/weights.h"
 
 #include <cstring>
-#include <optional>
 
 namespace slipstream::model {
 namespace {
@@ -232,21 +231,19 @@ std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp)
   return out;
 }
 
-absl::StatusOr<WeightStore> WeightStore::create(const ModelConfig& config, bool with_mtp,
-                                                const std::function<int(const Parameter&)>& dtype_of) {
-  // dtype_of gives a DType, or -1 for an absent tensor.
+absl::StatusOr<WeightStore> WeightStore::create(
+    const ModelConfig& config, bool with_mtp,
+    const std::function<std::optional<DType>(const Parameter&)>& dtype_of) {
   int64_t bytes = 64;
   for (const Parameter& p : list_parameters(config, with_mtp)) {
-    if (const int dtype = dtype_of(p); dtype >= 0) {
-      bytes += p.numel() * kernels::size_of(static_cast<DType>(dtype)) + 64;
-    }
+    if (const std::optional<DType> dtype = dtype_of(p)) bytes += p.numel() * kernels::size_of(*dtype) + 64;
   }
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(bytes));
   WeightStore store(std::move(arena));
   store.with_mtp_ = with_mtp;
   visit_parameters(config, store.weights_, with_mtp, [&](Parameter parameter, Tensor& slot) {
-    if (const int dtype = dtype_of(parameter); dtype >= 0) {
-      slot = store.arena_.alloc(static_cast<DType>(dtype), parameter.shape);
+    if (const std::optional<DType> dtype = dtype_of(parameter)) {
+      slot = store.arena_.alloc(*dtype, parameter.shape);
     }
     store.entries_.push_back({std::move(parameter), slot});
   });
@@ -258,7 +255,7 @@ absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& confi
     return absl::InvalidArgumentError(absl::StrCat("weights: ", kernels::name_of(dtype), ", expected f32 or bf16"));
   }
   ASSIGN_OR_RETURN(WeightStore store, create(config, with_mtp, [&](const Parameter& p) {
-                     return static_cast<int>(p.storage == Storage::kMatrix ? dtype : DType::kF32);
+                     return p.storage == Storage::kMatrix ? dtype : DType::kF32;
                    }));
   store.dtype_ = dtype;
   return store;
@@ -266,7 +263,7 @@ absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& confi
 
 absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& config, bool with_mtp, bool train_frozen) {
   return create(config, with_mtp, [&](const Parameter& p) {
-    return p.frozen && !train_frozen ? -1 : static_cast<int>(DType::kF32);
+    return p.frozen && !train_frozen ? std::nullopt : std::optional(DType::kF32);
   });
 }
 

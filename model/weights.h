@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -164,8 +165,10 @@ class WeightStore {
 
  private:
   explicit WeightStore(kernels::Arena arena) : arena_(std::move(arena)) {}
-  static absl::StatusOr<WeightStore> create(const ModelConfig& config, bool with_mtp,
-                                            const std::function<int(const Parameter&)>& dtype_of);
+  // dtype_of: nullopt leaves the tensor absent.
+  static absl::StatusOr<WeightStore> create(
+      const ModelConfig& config, bool with_mtp,
+      const std::function<std::optional<kernels::DType>(const Parameter&)>& dtype_of);
   kernels::Arena arena_;
   ModelWeights weights_;
   std::vector<Entry> entries_;

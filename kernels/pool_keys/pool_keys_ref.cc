@@ -40,11 +40,7 @@ absl::Status validate(const PoolKeys& args) {
   RETURN_IF_ERROR(expect_tokens(kOp, args));
   const int64_t width = args.k.size(1), pool = args.ape.size(0);
   RETURN_IF_ERROR(expect_tensor(kOp, "open", args.open, DType::kF32, {-1, pool, 2, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "slots", args.slots, DType::kI32, {args.sequences.count()}));
-  for (int64_t b = 0; b < args.sequences.count(); ++b) {
-    const int32_t slot = args.slots.i32()[b];
-    RETURN_IF_ERROR(expect_that(kOp, slot >= 0 && slot < args.open.size(0), "slots: slot out of range"));
-  }
+  RETURN_IF_ERROR(expect_slots(kOp, args.slots, args.sequences, args.open.size(0)));
   return expect_paged(kOp, "pooled", args.pooled, args.sequences, width, pool);
 }
 
