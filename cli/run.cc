@@ -44,15 +44,17 @@ absl::Status run(const JobFlags& flags) {
   ASSIGN_OR_RETURN(const Logger learner_log, open_log(job, "learner"));
   Metrics metrics;
   RETURN_IF_ERROR(serve_metrics(metrics, job.metrics_address, gateway_log));
-  ASSIGN_OR_RETURN(const Environments environments, start_environments(job, gateway_log));
+  const auto fail = [&signals](absl::Status why) { signals.fail(std::move(why)); };
+  ASSIGN_OR_RETURN(const Environments environments, start_environments(job, gateway_log, fail));
   ASSIGN_OR_RETURN(const std::unique_ptr<gateway::Gateway> gateway,
-                   gateway::Gateway::start(job.gateway, metrics, gateway_log));
+                   gateway::Gateway::start(job.gateway, metrics, gateway_log,
+                                           {.on_failure = fail, .environments_must_start = true}));
   job.learner.gateway_address = gateway->learner_endpoint();
   ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
                    learner::Learner::create(job.learner, job.shared, parallel::self_group(), metrics, learner_log));
   job.rollout.gateway_address = gateway->address();
   job.rollout.learner_address = learner->weights_address();
-  ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, rollout_log));
+  ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, rollout_log, fail));
 
   const std::string directory = job.shared.run_directory();
   std::printf("run %s: model %s, everything below %s/\n", job.shared.run_id.c_str(), job.learner.model.path.c_str(),
@@ -61,8 +63,8 @@ absl::Status run(const JobFlags& flags) {
   const absl::Status status = train(*learner, job, true, signals.token(), learner_log, &rewards);
   worker->drain(absl::Now() + absl::Milliseconds(500));
   gateway->stop();
+  if (absl::IsCancelled(status)) RETURN_IF_ERROR(signals.failure());
   RETURN_IF_ERROR(status);
-  if (signals.token().stop_requested()) return absl::OkStatus();
   const std::string page = directory + "/report.html";
   RETURN_IF_ERROR(write_report(directory, page).status());
   print_summary(rewards, page);

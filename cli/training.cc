@@ -36,8 +36,7 @@ absl::Status train(learner::Learner& learner, const Job& job, bool is_root, std:
   const absl::Status status = learner.run(stop, observers);
   console.finish();
   if (!absl::IsCancelled(status)) return status;
-  std::printf("stopped at step %lld; the same command goes on from there\n", static_cast<long long>(learner.step()));
-  return absl::OkStatus();
+  return absl::CancelledError(absl::StrCat("interrupted at step ", learner.step(), "; the same command goes on from there"));
 }
 
 }  // namespace slipstream::cli

@@ -19,12 +19,22 @@ JobConfig JobConfig::from(ConfigNode root) {
   run.read("dir", &job.run_parent);
   run.read("seed", &job.seed);
   ConfigNode rl = root.child("rl");
-  rl.read("max_staleness", &job.max_staleness, 0, 1'000'000);
+  // Bounds whose product, the number of trajectories that may be under way, fits 63 bits.
+  rl.read("max_staleness", &job.max_staleness, 0, 10'000);
   rl.read("max_version_span", &job.max_version_span, -1, 1'000'000);
   rl.read("group_size", &job.group_size, 1, 65'536);
   rl.read("groups_per_batch", &job.groups_per_batch, 1, 1'000'000);
-  rl.read("publish_every", &job.publish_every, 1, 1'000'000);
+  rl.read("publish_every", &job.publish_every, 1, 10'000);
   return job;
+}
+
+std::map<std::string, std::string> JobConfig::settings() const {
+  return {{"run.seed", absl::StrCat(seed)},
+          {"rl.max_staleness", absl::StrCat(max_staleness)},
+          {"rl.max_version_span", absl::StrCat(max_version_span)},
+          {"rl.group_size", absl::StrCat(group_size)},
+          {"rl.groups_per_batch", absl::StrCat(groups_per_batch)},
+          {"rl.publish_every", absl::StrCat(publish_every)}};
 }
 
 }  // namespace slipstream

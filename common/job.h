@@ -1,6 +1,7 @@
 // What gateway and learner must agree on: the `run` and `rl` sections of the config file.
 #pragma once
 
+#include <map>
 #include <string>
 
 #include "common/config.h"
@@ -21,6 +22,8 @@ struct JobConfig {
 
   std::string run_directory() const { return run_parent + "/" + run_id; }
   int64_t batch_trajectories() const { return int64_t{group_size} * groups_per_batch; }
+  // What both must have alike, by config key: "rl.group_size" -> "8".
+  std::map<std::string, std::string> settings() const;
   // Reads both sections; errors are found by root.finish().
   static JobConfig from(ConfigNode root);
 };

@@ -22,6 +22,7 @@ struct EnvironmentConfig {
   std::string name;                  // for metrics and messages; unique
   std::string address;               // host:port of its Environment service; empty: whoever starts `command` fills it in
   std::vector<std::string> command;  // started by `slipstream run` and `slipstream gateway`; {address} stands for host:port
+  int start_timeout_ms = 60'000;     // until it first describes itself; then `slipstream run` ends
   int reset_timeout_ms = 30'000;
   int step_timeout_ms = 30'000;
   int max_concurrent = 1024;         // episodes open at once

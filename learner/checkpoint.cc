@@ -58,6 +58,8 @@ std::string to_json(const LearnerState& state) {
       {"wall_seconds", state.wall_seconds},
       {"wait_data_seconds", state.wait_data_seconds},
       {"demonstration_probabilities", state.demonstration_probabilities},
+      {"log_id", state.log_id},
+      {"groups_end", state.groups_end},
       {"commit",
        {{"step", state.commit.step()},
         {"policy_version", state.commit.policy_version()},
@@ -81,6 +83,8 @@ LearnerState from_json(const ordered_json& json) {
   json.at("wall_seconds").get_to(state.wall_seconds);
   json.at("wait_data_seconds").get_to(state.wait_data_seconds);
   json.at("demonstration_probabilities").get_to(state.demonstration_probabilities);
+  state.log_id = json.value("log_id", "");
+  state.groups_end = json.value("groups_end", uint64_t{0});
   const ordered_json& commit = json.at("commit");
   state.commit.set_step(commit.at("step").get<int64_t>());
   state.commit.set_policy_version(commit.at("policy_version").get<int32_t>());

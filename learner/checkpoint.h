@@ -35,6 +35,8 @@ struct LearnerState {
   double wait_data_seconds = 0.0;  // in all
   std::vector<double> demonstration_probabilities;  // of the last warm-up steps
   v1::Commit commit;            // what the gateway has to be told once this checkpoint is durable
+  std::string log_id;           // of the trajectory log it was trained from; empty: it never met a gateway
+  uint64_t groups_end = 0;      // one more than the highest number of a group taken from it
 };
 
 class Checkpoints {

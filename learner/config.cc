@@ -46,7 +46,7 @@ LearnerConfig LearnerConfig::from(ConfigNode root) {
   LearnerConfig out;
   out.model = model::ModelSection::from(root);
   ConfigNode learner = root.child("learner");
-  learner.read("address", &out.address);
+  learner.read_address("address", &out.address, 0);
   learner.read("threads", &out.threads, 0, 256);
   learner.read("steps", &out.steps, 1);
   read_loss(learner.child("loss"), &out.loss);

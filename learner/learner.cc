@@ -5,7 +5,9 @@
 #include <cmath>
 #include <thread>
 
+#include "absl/strings/str_join.h"
 #include "learner/step_statistics.h"
+#include "model/weights.h"
 
 namespace slipstream::learner {
 namespace {
@@ -42,6 +44,23 @@ void tell(parallel::Group& group, Command command, const std::string& payload = 
   bytes.push_back(static_cast<char>(command));
   bytes.append(payload);
   group.broadcast(bytes, 0);
+}
+
+// A run goes on in the shape it began with: rollout workers start from model.path, and would never take other tensors.
+absl::Status check_same_shape(const std::string& dir, const std::string& model_path) {
+  ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(dir));
+  ASSIGN_OR_RETURN(const model::ModelConfig wanted, model::read_model_config(model_path));
+  const std::vector<model::Parameter> have = model::list_parameters(config, config.mtp_layers > 0);
+  const std::vector<model::Parameter> want = model::list_parameters(wanted, wanted.mtp_layers > 0);
+  for (size_t i = 0; i < std::max(have.size(), want.size()); ++i) {
+    const auto text = [i](const std::vector<model::Parameter>& list) {
+      return i < list.size() ? absl::StrCat(list[i].name, " [", absl::StrJoin(list[i].shape, ", "), "]") : "no more tensors";
+    };
+    if (text(have) == text(want)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("model.path: ", model_path, ": ", text(want), ", but the run's checkpoint ", dir,
+                                                   " has ", text(have), "; expected the model that the run began with"));
+  }
+  return absl::OkStatus();
 }
 
 // The mean probability of a whole demonstration: what a greedy-free sampler would earn on tasks with one right answer.
@@ -112,6 +131,7 @@ absl::Status Learner::restore() {
   group_.broadcast(dir, 0);
   if (!dir.empty()) {
     ASSIGN_OR_RETURN(state_, Checkpoints::read_state(dir));
+    RETURN_IF_ERROR(check_same_shape(dir, config_.model.path));
   } else if (config_.warmup.steps == 0) {
     state_.phase = Phase::kRl;
   }
@@ -175,7 +195,16 @@ absl::Status Learner::say_hello(std::stop_token stop) {
   hello.set_policy_version(state_.policy_version);
   *hello.mutable_last_commit() = state_.commit;
   hello.mutable_last_commit()->set_incarnation(state_.incarnation);
-  return source_->hello(hello, stop);
+  for (const auto& [key, value] : job_.settings()) (*hello.mutable_settings())[key] = value;
+  hello.set_log_id(state_.log_id);
+  hello.set_groups_end(state_.groups_end);
+  const absl::StatusOr<v1::HelloReply> reply = source_->hello(hello, stop);
+  if (absl::IsDataLoss(reply.status())) {
+    return absl::DataLossError(absl::StrCat(job_.run_directory(), "/checkpoints: ", reply.status().message()));
+  }
+  RETURN_IF_ERROR(reply.status());
+  state_.log_id = reply->log_id();
+  return absl::OkStatus();
 }
 
 // Runs a request. A gateway that forgot us is greeted first, with everything trained so far made durable, so that it does not
@@ -225,7 +254,10 @@ absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatc
   ++(warmup ? state_.warmup_steps : state_.rl_steps);
   exactly_published_ = exactly_published_ && !result.updated;
   state_.skipped_in_row = result.skipped ? state_.skipped_in_row + 1 : 0;
-  if (!warmup) take_ids(*batch, result);
+  if (!warmup) {
+    take_ids(*batch, result);
+    for (const v1::Group& group : message.groups()) state_.groups_end = std::max(state_.groups_end, group.group_number() + 1);
+  }
   if (warmup) end_warmup_when_due(demonstration_probability(*batch, result.gradient));
   return result;
 }

@@ -103,9 +103,10 @@ absl::Status Source::exchange(const v1::LearnerMessage& request, const std::stri
                               absl::FunctionRef<bool(v1::GatewayMessage&)> take) {
   const StopEvent stopped(stop);
   const std::string bytes = request.SerializeAsString();
-  const Clock::time_point deadline = Clock::now() + Milliseconds(timeout_ms);
-  Clock::time_point resend = Clock::now();
-  int sent = 0;
+  const Clock::time_point begin = Clock::now(), deadline = begin + Milliseconds(timeout_ms);
+  const Milliseconds reply_timeout(options_.reply_timeout_ms);
+  const Milliseconds patience = reply_timeout * (request.has_batch_request() ? 30 : 5);
+  Clock::time_point resend = begin, complain = begin + patience;
   while (true) {
     if (stop.stop_requested()) return absl::CancelledError(absl::StrCat(what, ": stopped"));
     const Clock::time_point now = Clock::now();
@@ -113,11 +114,14 @@ absl::Status Source::exchange(const v1::LearnerMessage& request, const std::stri
       return absl::DeadlineExceededError(absl::StrCat("gateway ", options_.address, ": no answer to ", what, " within ",
                                                       timeout_ms, " ms"));
     }
+    if (now >= complain) {
+      log_->warn("gateway {}: no answer to {} for {:.0f} s; asking on", options_.address, what,
+                 std::chrono::duration<double>(now - begin).count());
+      complain = now + patience;
+    }
     if (now >= resend) {
-      if (sent == 2) log_->info("gateway {}: waiting for the answer to {}", options_.address, what);
       socket_->send(bytes);
-      ++sent;
-      resend = now + Milliseconds(options_.reply_timeout_ms);
+      resend = now + reply_timeout;
     }
     while (const std::optional<std::string> received = socket_->receive()) {
       v1::GatewayMessage answer;
@@ -136,7 +140,8 @@ absl::Status Source::exchange(const v1::LearnerMessage& request, const std::stri
   }
 }
 
-absl::Status Source::hello(const v1::Hello& hello, std::stop_token stop) {
+absl::StatusOr<v1::HelloReply> Source::hello(const v1::Hello& hello, std::stop_token stop) {
+  v1::HelloReply reply;
   v1::LearnerMessage request;
   *request.mutable_hello() = hello;
   // A refusal does not say what it answers: one that says "who are you?" may be about a request repeated before this Hello.
@@ -144,8 +149,11 @@ absl::Status Source::hello(const v1::Hello& hello, std::stop_token stop) {
   absl::Status status;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     status = exchange(request, "Hello", options_.gateway_timeout_ms, stop, [&](v1::GatewayMessage& answer) {
-      return answer.has_hello_reply() && answer.hello_reply().incarnation() == hello.incarnation();
+      if (!answer.has_hello_reply() || answer.hello_reply().incarnation() != hello.incarnation()) return false;
+      reply = std::move(*answer.mutable_hello_reply());
+      return true;
     });
+    if (status.ok()) return reply;
     if (!absl::IsFailedPrecondition(status)) return status;
   }
   return status;

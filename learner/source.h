@@ -13,6 +13,8 @@
 
 namespace slipstream::learner {
 
+// A request that waits for long is reported again and again, with the address: Hello and Commit, which a gateway answers at
+// once, every 5 reply time-outs; a BatchRequest, whose episodes take their time, every 30.
 struct SourceOptions {
   std::string address;              // tcp://host:port
   int reply_timeout_ms = 2'000;     // a request without an answer for this long is sent again
@@ -30,7 +32,7 @@ class Source {
   static absl::StatusOr<std::unique_ptr<Source>> connect(const SourceOptions& options, Logger log);
   ~Source();
 
-  absl::Status hello(const v1::Hello& hello, std::stop_token stop);
+  absl::StatusOr<v1::HelloReply> hello(const v1::Hello& hello, std::stop_token stop);
   // All parts of the batch, as one message.
   absl::StatusOr<v1::Batch> batch(const v1::BatchRequest& request, std::stop_token stop);
   absl::StatusOr<v1::CommitReply> commit(const v1::Commit& commit, std::stop_token stop);

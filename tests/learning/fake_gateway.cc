@@ -68,6 +68,7 @@ std::vector<v1::GatewayMessage> FakeGateway::answer(const v1::LearnerMessage& me
     incarnation_ = message.hello().incarnation();
     delivered_.clear();
     reply.mutable_hello_reply()->set_incarnation(incarnation_);
+    reply.mutable_hello_reply()->set_log_id("log");
     return {reply};
   }
   const int64_t incarnation = message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();

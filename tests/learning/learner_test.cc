@@ -137,6 +137,13 @@ TEST_F(LearnerTest, WholeRun) {
   EXPECT_TRUE(live(gateway).ok());
   EXPECT_TRUE(reports.empty());
   EXPECT_EQ(trained_twice(), 0);
+  // A learner says what its config and its checkpoint commit it to.
+  const v1::Hello first = gateway.hellos().front(), last = gateway.hellos().back();
+  EXPECT_EQ(last.settings().at("rl.group_size"), "3");
+  EXPECT_EQ(first.log_id(), "");
+  EXPECT_EQ(first.groups_end(), 0u);
+  EXPECT_EQ(last.log_id(), "log");
+  EXPECT_EQ(last.groups_end(), 12u);
 }
 
 TEST_F(LearnerTest, WarmupEndsWhenDemonstrationsAreProbable) {
@@ -284,6 +291,17 @@ TEST_F(LearnerTest, WhatIsWrongAtTheStartIsNamed) {
   const absl::Status taken = open(gateway).status();
   EXPECT_EQ(taken.code(), absl::StatusCode::kUnavailable);
   EXPECT_NE(taken.message().find(config.address), absl::string_view::npos) << taken;
+}
+
+TEST_F(LearnerTest, GoesOnInTheShapeItBeganWith) {
+  FakeGateway gateway(gateway_options());
+  ASSERT_TRUE(live(gateway).ok());
+  testing::write_model("glm_moe_dsa", dir.path() + "/other");
+  config.model.path = dir.path() + "/other";
+  const absl::Status other = open(gateway).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(other.message().find("model.path: " + config.model.path), absl::string_view::npos) << other;
+  EXPECT_NE(other.message().find("/checkpoints/step_"), absl::string_view::npos) << other;
 }
 
 }  // namespace

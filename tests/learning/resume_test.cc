@@ -46,6 +46,8 @@ class CheckpointTest : public ::testing::Test {
     state.commit.add_trained_rollout_ids("run-g1-0");
     state.commit.add_trained_rollout_ids(std::string("\x00\xff", 2));
     (*state.commit.mutable_dropped())["malformed"].add_rollout_ids("bad");
+    state.log_id = "0123456789abcdef";
+    state.groups_end = 18446744073709551615u;
     return state;
   }
 
@@ -104,6 +106,8 @@ TEST_F(CheckpointTest, StateComesBack) {
   EXPECT_EQ(after.wall_seconds, before.wall_seconds);
   EXPECT_EQ(after.demonstration_probabilities, before.demonstration_probabilities);
   EXPECT_EQ(after.commit.SerializeAsString(), before.commit.SerializeAsString());
+  EXPECT_EQ(after.log_id, before.log_id);
+  EXPECT_EQ(after.groups_end, before.groups_end);
 }
 
 TEST_F(CheckpointTest, KeepsTheLastOnes) {

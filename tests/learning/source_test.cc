@@ -3,8 +3,10 @@
 #include "learner/source.h"
 
 #include <chrono>
+#include <sstream>
 
 #include "gtest/gtest.h"
+#include "spdlog/sinks/ostream_sink.h"
 #include "tests/learning/batches.h"
 #include "tests/learning/fake_gateway.h"
 
@@ -21,10 +23,11 @@ FakeGatewayOptions gateway_options() {
   return options;
 }
 
-std::unique_ptr<Source> connect(const std::string& address, int reply_ms = 20, int gateway_ms = 20'000) {
+std::unique_ptr<Source> connect(const std::string& address, int reply_ms = 20, int gateway_ms = 20'000,
+                                Logger log = quiet_logger()) {
   absl::StatusOr<std::unique_ptr<Source>> source =
       Source::connect({.address = address, .reply_timeout_ms = reply_ms, .gateway_timeout_ms = gateway_ms, .batch_timeout_ms = gateway_ms},
-                      quiet_logger());
+                      std::move(log));
   CHECK_OK(source.status());
   return *std::move(source);
 }
@@ -104,12 +107,19 @@ TEST(Source, GatewayThatIsNotThereYetIsWaitedFor) {
     const FakeGateway first(gateway_options());
     address = first.address();
   }
-  const std::unique_ptr<Source> source = connect(address, 20, 300);
+  std::ostringstream text;
+  const auto log = std::make_shared<spdlog::logger>("learner", std::make_shared<spdlog::sinks::ostream_sink_mt>(text));
+  const std::unique_ptr<Source> source = connect(address, 20, 350, log);
   const auto begin = std::chrono::steady_clock::now();
-  const absl::Status status = source->hello(hello(1), {});
+  const absl::Status status = source->hello(hello(1), {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(status.message(), absl::StrCat("gateway ", address, ": no answer to Hello within 300 ms"));
+  EXPECT_EQ(status.message(), absl::StrCat("gateway ", address, ": no answer to Hello within 350 ms"));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  // It is no silent wait: every 100 ms here.
+  const std::string warning = absl::StrCat("gateway ", address, ": no answer to Hello for ");
+  const size_t first = text.str().find(warning);
+  ASSERT_NE(first, std::string::npos) << text.str();
+  EXPECT_NE(text.str().find(warning, first + 1), std::string::npos) << text.str();
 }
 
 TEST(Source, StopEndsAWaitAtOnce) {
@@ -121,7 +131,7 @@ TEST(Source, StopEndsAWaitAtOnce) {
   const std::unique_ptr<Source> source = connect(gateway.address(), 60'000, 600'000);
   std::stop_source stop;
   absl::Status status;
-  std::jthread waiting([&] { status = source->hello(hello(1), stop.get_token()); });
+  std::jthread waiting([&] { status = source->hello(hello(1), stop.get_token()).status(); });
   stop.request_stop();
   waiting.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
