@@ -48,22 +48,33 @@ absl::Status cut_after(const std::string& path, int64_t last_step) {
 
 const char* name_of_kind(v1::SpanKind kind) {
   switch (kind) {
-    case v1::SPAN_KIND_PROMPT: return "prompt";
-    case v1::SPAN_KIND_ACTION: return "action";
-    case v1::SPAN_KIND_OBSERVATION: return "observation";
-    default: return "unspecified";
+    case v1::SPAN_KIND_PROMPT:
+      return "prompt";
+    case v1::SPAN_KIND_ACTION:
+      return "action";
+    case v1::SPAN_KIND_OBSERVATION:
+      return "observation";
+    default:
+      return "unspecified";
   }
 }
 
 const char* name_of_reason(v1::FinishReason reason) {
   switch (reason) {
-    case v1::FINISH_REASON_STOP: return "stop";
-    case v1::FINISH_REASON_LENGTH: return "length";
-    case v1::FINISH_REASON_ENV_DONE: return "env_done";
-    case v1::FINISH_REASON_ENV_CRASH: return "env_crash";
-    case v1::FINISH_REASON_TIMEOUT: return "timeout";
-    case v1::FINISH_REASON_ABORTED: return "aborted";
-    default: return "unspecified";
+    case v1::FINISH_REASON_STOP:
+      return "stop";
+    case v1::FINISH_REASON_LENGTH:
+      return "length";
+    case v1::FINISH_REASON_ENV_DONE:
+      return "env_done";
+    case v1::FINISH_REASON_ENV_CRASH:
+      return "env_crash";
+    case v1::FINISH_REASON_TIMEOUT:
+      return "timeout";
+    case v1::FINISH_REASON_ABORTED:
+      return "aborted";
+    default:
+      return "unspecified";
   }
 }
 
@@ -84,15 +95,18 @@ ordered_json spans_of(const v1::Sample& sample, const model::Tokenizer* tokenize
   int at = 0;
   for (const v1::Span& span : sample.spans()) {
     ordered_json json = {{"kind", name_of_kind(span.kind())}, {"length", span.length()}};
-    if (tokenizer != nullptr) json["text"] = tokenizer->decode(absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
+    if (tokenizer != nullptr)
+      json["text"] = tokenizer->decode(
+          absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
     out.push_back(std::move(json));
     at += span.length();
   }
   return out;
 }
 
-ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample, const std::vector<float>& learner_logprob,
-                         const std::vector<TokenLoss>& tokens, const model::Tokenizer* tokenizer) {
+ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample,
+                         const std::vector<float>& learner_logprob, const std::vector<TokenLoss>& tokens,
+                         const model::Tokenizer* tokenizer) {
   ordered_json trained = ordered_json::array(), ratios = ordered_json::array();
   for (const TokenLoss& token : tokens) {
     trained.push_back(token.fate == TokenFate::kTrained ? 1 : 0);
@@ -118,7 +132,8 @@ ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory, int64_t restored_step, int rollouts_max) {
+absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory,
+                                                         int64_t restored_step, int rollouts_max) {
   std::error_code error;
   fs::create_directories(run_directory + "/rollouts", error);
   if (error) return absl::ErrnoToStatus(error.value(), run_directory + "/rollouts");
@@ -134,11 +149,12 @@ absl::Status RunFiles::append(const StepReport& report) {
   metrics_ << to_json_line(report) << std::endl;
   if (metrics_) return absl::OkStatus();
   metrics_.clear();
-  return absl::UnavailableError(absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
+  return absl::UnavailableError(
+      absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
 }
 
-absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch, const GradientResult& result,
-                                      const model::Tokenizer* tokenizer) {
+absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch,
+                                      const GradientResult& result, const model::Tokenizer* tokenizer) {
   if (rollouts_max_ == 0) return absl::OkStatus();
   const std::string path = absl::StrFormat("%s/rollouts/step_%06d.jsonl", directory_, step);
   std::ofstream out(path, std::ios::trunc);
@@ -163,10 +179,11 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
     ordered_json samples = ordered_json::array();
     for (size_t i = 0; i < trajectory.samples.size(); ++i) {
       const size_t s = static_cast<size_t>(trajectory.samples[i]);
-      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s], result.learner_logprob[s],
-                                    result.tokens[s], tokenizer));
+      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s],
+                                    result.learner_logprob[s], result.tokens[s], tokenizer));
     }
-    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in `more_samples`.
+    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in
+    // `more_samples`.
     json.update(samples[0]);
     if (samples.size() > 1) json["more_samples"] = ordered_json(samples.begin() + 1, samples.end());
     out << dump(json) << "\n";
@@ -174,6 +191,15 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
   out.flush();
   if (!out) return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
   return absl::OkStatus();
+}
+
+absl::Status RunFiles::write_batch(int64_t step, const v1::Batch& batch) {
+  std::error_code error;
+  fs::create_directories(directory_ + "/batches", error);
+  const std::string path = absl::StrFormat("%s/batches/step_%06d.pb", directory_, step);
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  if (batch.SerializeToOstream(&out) && out.flush()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
 }
 
 }  // namespace slipstream::learner

@@ -247,7 +247,7 @@ def check(learner_step, model_dir, recorded):
     with tempfile.TemporaryDirectory() as work:
         paths = [os.path.join(work, name) for name in ("job.yaml", "batch.pb", "out")]
         with open(paths[0], "w") as file:
-            file.write(f"model: {{path: {json.dumps(os.path.abspath(model_dir))}}}\n"
+            file.write(f"model: {{path: {json.dumps(os.path.abspath(model_dir))}, dtype: fp32}}\n"
                        f"learner:\n  micro_batch_tokens: 128\n  loss: {{objective: double_sided, clip_low: {CLIP_LOW}, "
                        f"clip_high: {CLIP_HIGH}, entropy_bonus: {ENTROPY_BONUS}}}\n")
         with open(paths[1], "wb") as file:
