@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
-# Sets up, builds, creates a tiny GLM-5.3-Flash-shaped model, teaches it to count and lets it count on.
+# Sets up, builds, and runs the quickstart job: a small GLM-5.3-Flash-shaped model learns to add, asynchronously, from an
+# environment it talks to over gRPC. deploy/quickstart.sh [SEED]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+seed=${1:-1}
 
 deploy/debian_setup.sh
 cmake --preset release
-cmake --build --preset release --target slipstream toy_training
+cmake --build --preset release --target slipstream arithmetic_env guess_env calculator_env
 
-bin=build/release
-mkdir -p runs
-"$bin/cli/slipstream" init runs/tiny --config flash-tiny --force
-"$bin/examples/toy_training" runs/tiny runs/counter
+slipstream=build/release/cli/slipstream
+run=quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)
+"$slipstream" run -c configs/quickstart.yaml --set "run.id=$run" --set "run.seed=$seed" --set "model.init.seed=$seed" \
+  --set "model.path=runs/models/flash-nano-$seed"
 
-echo
-echo "The model continues 3,7,11,15 (a step of 4):"
-"$bin/cli/slipstream" generate --model runs/counter --ids 3,7,11,15 --max-tokens 8 --temperature 0
-echo
-echo "Next: $bin/cli/slipstream inspect runs/counter        what it is and costs"
-echo "      $bin/cli/slipstream inspect flash               the published shape"
-echo "      $bin/cli/slipstream logprobs --model runs/counter --ids 3,7,11,15 --json"
+cat <<END
+
+What to try next:
+  xdg-open runs/$run/report.html                     the page about this run (any browser; it needs no network)
+  $slipstream run -c configs/quickstart.yaml --set run.id=sync --set rl.max_staleness=0     the same, synchronously
+  $slipstream run -c configs/tools.yaml              multi-turn: the model learns to call a calculator
+  $slipstream inspect runs/$run/checkpoints/latest   what was trained; loads in transformers too
+  README.md, "The roles apart"                       the same job as separate processes, with mpirun
+END

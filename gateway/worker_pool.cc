@@ -103,7 +103,10 @@ absl::Status WorkerPool::heartbeat(const v1::HeartbeatRequest& request) {
 
 void WorkerPool::remove(const v1::UnregisterRequest& request) {
   const absl::MutexLock lock(&mutex_);
-  if (Entry* entry = find(request.worker_id(), request.start_time_us())) leave(*entry, "unregistered");
+  Entry* entry = find(request.worker_id(), request.start_time_us());
+  if (entry == nullptr) return;
+  entry->draining = true;
+  leave(*entry, "unregistered");
 }
 
 absl::StatusOr<std::shared_ptr<const Worker>> WorkerPool::route(const std::string& session_id, absl::Time deadline,
@@ -204,7 +207,8 @@ void WorkerPool::join(Entry& entry) {
 }
 
 void WorkerPool::leave(Entry& entry, const char* why) {
-  log_->warn("worker {} at {} {}", entry.worker->id, entry.worker->address, why);
+  const auto level = entry.draining ? spdlog::level::info : spdlog::level::warn;  // who said goodbye is no surprise
+  log_->log(level, "worker {} at {} {}", entry.worker->id, entry.worker->address, why);
   entry.up = false;
   entry.running = 0;
   ring_.remove(entry.worker->id);

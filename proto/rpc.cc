@@ -1,9 +1,26 @@
 #include "proto/rpc.h"
 
+#include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 
+#include "absl/strings/numbers.h"
+
 namespace slipstream::rpc {
+namespace {
+
+// gRPC would take port 99999 modulo 65536.
+bool is_address(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  return colon != std::string::npos && colon > 0 && absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 &&
+         port <= 65'535;
+}
+
+// What gRPC would print on stderr comes to us as a status.
+void ignore_log(gpr_log_func_args*) {}
+
+}  // namespace
 
 grpc::Status to_grpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
@@ -23,7 +40,11 @@ std::string printable(std::string_view text) {
 
 absl::StatusOr<Server> serve(const std::string& what, const std::string& address,
                              const std::vector<grpc::Service*>& services) {
+  if (!is_address(address)) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": \"", address, "\", expected host:port, port from 0 to 65535"));
+  }
   static const bool plugins = [] {
+    gpr_set_log_function(ignore_log);
     grpc::EnableDefaultHealthCheckService(true);
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     return true;

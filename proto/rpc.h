@@ -24,8 +24,9 @@ struct Server {
   std::string address;      // host:port
 };
 
-// Starts `services` on host:port (port 0: any free one) with health and reflection. UNAVAILABLE: "<what>: address ... cannot
-// be bound". The services outlive the server; whoever holds it calls server->Shutdown(deadline) before they die.
+// Starts `services` on host:port (port 0: any free one) with health and reflection. `what` begins the error's text.
+// InvalidArgument: not host:port. Unavailable: cannot be bound. The services outlive the server; whoever holds it
+// calls server->Shutdown(deadline) before they die.
 absl::StatusOr<Server> serve(const std::string& what, const std::string& address,
                              const std::vector<grpc::Service*>& services);
 

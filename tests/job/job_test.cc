@@ -3,10 +3,9 @@
 #include <csignal>
 #include <filesystem>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "tests/job/small_job.h"
+#include "tests/job/cluster.h"
 
 namespace slipstream::testing {
 namespace {
@@ -85,6 +84,23 @@ TEST(ResumedJob, GoesOnWhereItStopped) {
   const SmallJob whole = make_small_job(other.path(), {{"learner", "steps: 6"}, {"rl", "max_staleness: 0"}});
   ASSERT_EQ(run_embedded(whole), 0);
   EXPECT_TRUE(final_weights(job) == final_weights(whole)) << "resuming equals not stopping";
+}
+
+TEST(SeparateRoles, TrainAsTheOneProcessDoes) {
+  constexpr int kSteps = 12, kPort = 21'390;
+  const TemporaryDirectory directory;
+  const SmallJob job = make_cluster_job(directory.path(), kPort, {{"learner", absl::StrCat("steps: ", kSteps)}});
+  Cluster cluster(job, kPort, /*learner_ranks=*/2);
+  const std::optional<int> code = cluster["learner"].wait(seconds(300));
+  ASSERT_TRUE(code.has_value()) << cluster.outputs();
+  EXPECT_EQ(*code, 0) << cluster.outputs();
+  EXPECT_EQ(complaints(job), "");
+  EXPECT_TRUE(saw_mismatch_measured(job));
+  EXPECT_EQ(job.metrics().back()["phase_step"], kSteps);
+  for (const char* role : {"gateway", "rollout-0", "rollout-1"}) {
+    cluster[role].signal(SIGTERM);
+    EXPECT_EQ(cluster[role].wait(seconds(40)), 0) << role << "\n" << cluster.outputs();
+  }
 }
 
 }  // namespace
