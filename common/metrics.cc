@@ -131,6 +131,12 @@ void Metrics::observe(const MetricDef& def, double value, const std::vector<std:
   CHECK(def.kind == MetricKind::kHistogram);
   impl_->histogram(def, labels).Observe(value);
 }
+void Metrics::observe_all(const MetricDef& def, const std::vector<double>& values, const std::vector<std::string>& labels) {
+  CHECK(def.kind == MetricKind::kHistogram);
+  if (values.empty()) return;
+  prometheus::Histogram& histogram = impl_->histogram(def, labels);
+  for (const double value : values) histogram.Observe(value);
+}
 double Metrics::value(const MetricDef& def, const std::vector<std::string>& labels) const {
   return def.kind == MetricKind::kCounter ? impl_->counter(def, labels).Value() : impl_->gauge(def, labels).Value();
 }

@@ -11,7 +11,10 @@ TEST(Metrics, TextHoldsWhatWasRecorded) {
   metrics.add(metric::kMaskedTokens, 2, {"low"});
   metrics.set(metric::kGradNorm, 1.5);
   metrics.observe(metric::kStaleness, 2);
+  metrics.observe_all(metric::kImportanceRatio, {0.2, 1.0, 1.2});
+  metrics.observe_all(metric::kLogprobDiffHistogram, {});
   const std::string text = metrics.text();
+  EXPECT_NE(text.find("slipstream_importance_ratio_bucket{le=\"1\"} 2"), std::string::npos) << text;
   EXPECT_NE(text.find("slipstream_masked_tokens_total{side=\"low\"} 5"), std::string::npos) << text;
   EXPECT_NE(text.find("slipstream_grad_norm 1.5"), std::string::npos) << text;
   EXPECT_NE(text.find("slipstream_staleness_versions_bucket{le=\"2\"} 1"), std::string::npos) << text;

@@ -111,12 +111,15 @@ void fill_report(const TrainingBatch& batch, const StepResult& result, const Sco
 void record_metrics(const TrainingBatch& batch, const StepResult& result, const ScoredWith& weights,
                     const StepReport& report, Metrics& metrics) {
   int64_t low = 0, high = 0;
+  std::vector<double> ratios, mismatches;
   for_each_token(batch, result, weights, [&](const TokenView& token) {
-    metrics.observe(metric::kImportanceRatio, token.loss.ratio);
-    if (token.own) metrics.observe(metric::kLogprobDiffHistogram, token.difference);
+    ratios.push_back(token.loss.ratio);
+    if (token.own) mismatches.push_back(token.difference);
     low += token.loss.fate == TokenFate::kMaskedLow;
     high += token.loss.fate == TokenFate::kMaskedHigh;
   });
+  metrics.observe_all(metric::kImportanceRatio, ratios);
+  metrics.observe_all(metric::kLogprobDiffHistogram, mismatches);
   metrics.add(metric::kMaskedTokens, static_cast<double>(low), {"low"});
   metrics.add(metric::kMaskedTokens, static_cast<double>(high), {"high"});
   if (report.mismatch_abs_mean) {
