@@ -117,12 +117,14 @@ struct NamedTensor {
 };
 
 // What the optimizer directory holds: the same list for writing and reading.
-std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const AdamW& optimizer, bool moments) {
+std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const AdamW& optimizer,
+                                           bool moments) {
   std::vector<NamedTensor> out;
   const auto& masters = weights.master().store.entries();
   for (size_t i = 0; i < masters.size(); ++i) {
     const std::string& name = masters[i].parameter.name;
-    if (!file_is_exact(weights.config(), masters[i].parameter)) out.push_back({"master." + name, masters[i].tensor});
+    if (!file_is_exact(weights.config(), masters[i].parameter))
+      out.push_back({"master." + name, masters[i].tensor});
     if (!moments || !is_trained(optimizer.first().entries()[i])) continue;
     out.push_back({"exp_avg." + name, optimizer.first().entries()[i].tensor});
     out.push_back({"exp_avg_sq." + name, optimizer.second().entries()[i].tensor});
@@ -133,7 +135,11 @@ std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const A
 }  // namespace
 
 Checkpoints::Checkpoints(std::string root, int keep, std::string carry_from, Logger log, Hook hook)
-    : root_(std::move(root)), keep_(keep), carry_from_(std::move(carry_from)), log_(std::move(log)), hook_(std::move(hook)) {}
+    : root_(std::move(root)),
+      keep_(keep),
+      carry_from_(std::move(carry_from)),
+      log_(std::move(log)),
+      hook_(std::move(hook)) {}
 
 std::vector<std::string> Checkpoints::complete_directories() const {
   std::vector<std::string> names;
@@ -141,7 +147,8 @@ std::vector<std::string> Checkpoints::complete_directories() const {
   for (fs::directory_iterator at(root_, error), end; !error && at != end; at.increment(error)) {
     const std::string name = at->path().filename().string();
     std::error_code ignored;
-    if (absl::StartsWith(name, kPrefix) && fs::exists(at->path() / kStateFile, ignored)) names.push_back(name);
+    if (absl::StartsWith(name, kPrefix) && fs::exists(at->path() / kStateFile, ignored))
+      names.push_back(name);
   }
   std::sort(names.begin(), names.end());  // steps have leading zeros
   return names;
@@ -158,13 +165,14 @@ std::optional<std::string> Checkpoints::find() const {
   return root_ + "/" + names.back();
 }
 
-absl::Status Checkpoints::write(const std::string& dir, const LearnerState& state, const PolicyWeights& weights,
-                                const AdamW& optimizer) const {
+absl::Status Checkpoints::write(const std::string& dir, const LearnerState& state,
+                                const PolicyWeights& weights, const AdamW& optimizer) const {
   RETURN_IF_ERROR(model::save_weights(weights.master(), dir, {.carry_from = carry_from_}));
   RETURN_IF_ERROR(sync_file(dir + "/config.json"));
   model::CheckpointWriter writer({});
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, optimizer.updates() > 0);
-  for (const NamedTensor& entry : tensors) RETURN_IF_ERROR(writer.add(entry.name, entry.tensor, kernels::DType::kF32));
+  for (const NamedTensor& entry : tensors)
+    RETURN_IF_ERROR(writer.add(entry.name, entry.tensor, kernels::DType::kF32));
   if (!tensors.empty()) RETURN_IF_ERROR(writer.save(dir + "/" + kOptimizer));
   LearnerState written = state;
   written.optimizer_updates = optimizer.updates();
@@ -204,7 +212,8 @@ void Checkpoints::remove_old(const std::string& newest) const {
   }
 }
 
-absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const {
+absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& weights,
+                               const AdamW& optimizer) const {
   const std::string name = directory_name(state.step);
   const std::string temporary = root_ + "/" + kTemporary + name, dir = root_ + "/" + name;
   std::error_code error;
@@ -214,8 +223,8 @@ absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& w
   before("write " + name);
   RETURN_IF_ERROR(write(temporary, state, weights, optimizer));
   if (fs::exists(dir, error)) {
-    // Written by a life that ended before `latest` named it; or this very step again, when `latest` stays valid by its absence:
-    // find() then takes the newest complete directory.
+    // Written by a life that ended before `latest` named it; or this very step again, when `latest` stays
+    // valid by its absence: find() then takes the newest complete directory.
     before("remove " + name);
     fs::remove_all(dir, error);
     if (error) return absl::ErrnoToStatus(error.value(), dir);
@@ -246,8 +255,8 @@ absl::StatusOr<LearnerState> Checkpoints::read_state(const std::string& dir) {
   }
 }
 
-absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights, AdamW& optimizer,
-                                  kernels::Stream& stream) {
+absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights,
+                                  AdamW& optimizer, kernels::Stream& stream) {
   optimizer.reset();
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, state.optimizer_updates > 0);
   if (!tensors.empty()) {

@@ -64,15 +64,18 @@ ordered_json spans_of(const v1::Sample& sample, const model::Tokenizer* tokenize
   int at = 0;
   for (const v1::Span& span : sample.spans()) {
     ordered_json json = {{"kind", rpc::word_of(span.kind())}, {"length", span.length()}};
-    if (tokenizer != nullptr) json["text"] = tokenizer->decode(absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
+    if (tokenizer != nullptr)
+      json["text"] = tokenizer->decode(
+          absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
     out.push_back(std::move(json));
     at += span.length();
   }
   return out;
 }
 
-ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample, const std::vector<float>& learner_logprob,
-                         const std::vector<TokenLoss>& tokens, const model::Tokenizer* tokenizer) {
+ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample,
+                         const std::vector<float>& learner_logprob, const std::vector<TokenLoss>& tokens,
+                         const model::Tokenizer* tokenizer) {
   ordered_json trained = ordered_json::array(), ratios = ordered_json::array();
   for (const TokenLoss& token : tokens) {
     trained.push_back(token.fate == TokenFate::kTrained ? 1 : 0);
@@ -98,7 +101,8 @@ ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory, int64_t restored_step, int rollouts_max) {
+absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory,
+                                                         int64_t restored_step, int rollouts_max) {
   std::error_code error;
   fs::create_directories(run_directory + "/rollouts", error);
   if (error) return absl::ErrnoToStatus(error.value(), run_directory + "/rollouts");
@@ -114,11 +118,12 @@ absl::Status RunFiles::append(const StepReport& report) {
   metrics_ << to_json_line(report) << std::endl;
   if (metrics_) return absl::OkStatus();
   metrics_.clear();
-  return absl::UnavailableError(absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
+  return absl::UnavailableError(
+      absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
 }
 
-absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch, const GradientResult& result,
-                                      const model::Tokenizer* tokenizer) {
+absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch,
+                                      const GradientResult& result, const model::Tokenizer* tokenizer) {
   if (rollouts_max_ == 0) return absl::OkStatus();
   const std::string path = absl::StrFormat("%s/rollouts/step_%06d.jsonl", directory_, step);
   std::ofstream out(path, std::ios::trunc);
@@ -143,10 +148,11 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
     ordered_json samples = ordered_json::array();
     for (size_t i = 0; i < trajectory.samples.size(); ++i) {
       const size_t s = static_cast<size_t>(trajectory.samples[i]);
-      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s], result.learner_logprob[s],
-                                    result.tokens[s], tokenizer));
+      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s],
+                                    result.learner_logprob[s], result.tokens[s], tokenizer));
     }
-    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in `more_samples`.
+    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in
+    // `more_samples`.
     json.update(samples[0]);
     if (samples.size() > 1) json["more_samples"] = ordered_json(samples.begin() + 1, samples.end());
     out << dump(json) << "\n";
@@ -154,6 +160,15 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
   out.flush();
   if (!out) return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
   return absl::OkStatus();
+}
+
+absl::Status RunFiles::write_batch(int64_t step, const v1::Batch& batch) {
+  std::error_code error;
+  fs::create_directories(directory_ + "/batches", error);
+  const std::string path = absl::StrFormat("%s/batches/step_%06d.pb", directory_, step);
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  if (batch.SerializeToOstream(&out) && out.flush()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
 }
 
 }  // namespace slipstream::learner

@@ -56,7 +56,8 @@ std::string to_json_line(const StepReport& r) {
       {"checkpoint_seconds", r.checkpoint_seconds},
       {"publish_seconds", r.publish_seconds},
   };
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);  // task names may be any bytes; NaN is null
+  return json.dump(-1, ' ', false,
+                   nlohmann::json::error_handler_t::replace);  // task names may be any bytes; NaN is null
 }
 
 std::vector<std::pair<std::string, double>> scalars_of(const StepReport& r) {

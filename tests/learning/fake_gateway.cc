@@ -70,7 +70,8 @@ std::vector<v1::GatewayMessage> FakeGateway::answer(const v1::LearnerMessage& me
     reply.mutable_hello_reply()->set_incarnation(incarnation_);
     return {reply};
   }
-  const int64_t incarnation = message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();
+  const int64_t incarnation =
+      message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();
   if (incarnation != incarnation_) {
     reply.mutable_refused()->set_code(9);  // FAILED_PRECONDITION
     reply.mutable_refused()->set_message("say Hello first");
@@ -113,7 +114,8 @@ std::vector<v1::GatewayMessage> FakeGateway::batch(const v1::BatchRequest& reque
       const v1::Group group = options_.group(number, request.policy_version());
       bool settled = true;
       for (const v1::Trajectory& trajectory : group.trajectories()) {
-        settled = settled && (trained_.contains(trajectory.rollout_id()) || dropped_.contains(trajectory.rollout_id()));
+        settled = settled &&
+                  (trained_.contains(trajectory.rollout_id()) || dropped_.contains(trajectory.rollout_id()));
       }
       if (!settled) mine.push_back(number);
     }

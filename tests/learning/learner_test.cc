@@ -1,5 +1,6 @@
-// Goal: the whole loop against a gateway's end of the line: warm-up, RL, publications, commits; stopped, killed at every window
-// and restarted it trains every trajectory once and ends with the same weights; a lost or restarted gateway costs nothing.
+// Goal: the whole loop against a gateway's end of the line: warm-up, RL, publications, commits; stopped,
+// killed at every window and restarted it trains every trajectory once and ends with the same weights; a lost
+// or restarted gateway costs nothing.
 #include "learner/learner.h"
 
 #include <sys/wait.h>
@@ -40,7 +41,8 @@ class LearnerTest : public ::testing::Test {
     config.steps = 6;
     config.loss.options = {.clip_low = 1.0, .clip_high = 1e6};  // the made-up log-probs are far off
     config.optimizer.learning_rate = 1e-3;
-    config.warmup = {.steps = 5, .batch = 4, .learning_rate = 1e-3, .until_probability = 1.0, .checkpoint_every = 2};
+    config.warmup = {
+        .steps = 5, .batch = 4, .learning_rate = 1e-3, .until_probability = 1.0, .checkpoint_every = 2};
     config.reply_timeout_ms = 50;
     config.log_rollouts = 1000;
     job.run_parent = dir.path();
@@ -81,7 +83,8 @@ class LearnerTest : public ::testing::Test {
     std::set<std::string> seen;
     for (const auto& file : fs::directory_iterator(job.run_directory() + "/rollouts")) {
       std::ifstream in(file.path());
-      for (std::string line; std::getline(in, line);) twice += !seen.insert(nlohmann::json::parse(line)["rollout_id"]).second;
+      for (std::string line; std::getline(in, line);)
+        twice += !seen.insert(nlohmann::json::parse(line)["rollout_id"]).second;
     }
     return twice;
   }
@@ -94,6 +97,7 @@ class LearnerTest : public ::testing::Test {
 };
 
 TEST_F(LearnerTest, WholeRun) {
+  config.record_batches = 2;
   FakeGateway gateway(gateway_options());
   const absl::Status status = live(gateway);
   ASSERT_TRUE(status.ok()) << status;
@@ -116,9 +120,10 @@ TEST_F(LearnerTest, WholeRun) {
   EXPECT_FALSE(reports[0].mismatch_abs_mean.has_value());
   const std::vector<nlohmann::json> lines = metrics_lines();
   ASSERT_EQ(lines.size(), 11u);
-  for (const char* key : {"step", "policy_version", "reward_mean", "staleness_mean", "mismatch_abs_mean", "mismatch_abs_max",
-                          "drift_abs_mean", "masked_low_fraction", "masked_high_fraction", "grad_norm", "trained_tokens",
-                          "produced", "trained", "dropped", "queued", "wall_seconds"}) {
+  for (const char* key :
+       {"step", "policy_version", "reward_mean", "staleness_mean", "mismatch_abs_mean", "mismatch_abs_max",
+        "drift_abs_mean", "masked_low_fraction", "masked_high_fraction", "grad_norm", "trained_tokens",
+        "produced", "trained", "dropped", "queued", "wall_seconds"}) {
     for (const nlohmann::json& line : lines) EXPECT_TRUE(line.contains(key)) << key;
   }
   EXPECT_TRUE(lines[6]["mismatch_abs_mean"].is_null());
@@ -132,6 +137,12 @@ TEST_F(LearnerTest, WholeRun) {
   EXPECT_EQ(rollout["learner_logprobs"].size(), rollout["action_logprobs"].size());
   EXPECT_EQ(rollout["ids"].size(), 6 + rollout["action_logprobs"].size());
 
+  v1::Batch recorded;
+  std::ifstream batch_file(job.run_directory() + "/batches/step_000007.pb", std::ios::binary);
+  ASSERT_TRUE(recorded.ParseFromIstream(&batch_file));
+  EXPECT_EQ(recorded.groups(0).group_number(), 2u);
+  EXPECT_FALSE(fs::exists(job.run_directory() + "/batches/step_000008.pb"));
+
   // A finished run that is started again says so to the gateway and ends.
   reports.clear();
   EXPECT_TRUE(live(gateway).ok());
@@ -140,15 +151,18 @@ TEST_F(LearnerTest, WholeRun) {
 }
 
 TEST_F(LearnerTest, WarmupEndsWhenDemonstrationsAreProbable) {
-  config.warmup = {.steps = 400, .batch = 16, .learning_rate = 1e-2, .until_probability = 0.5, .checkpoint_every = 1000};
+  config.warmup = {
+      .steps = 400, .batch = 16, .learning_rate = 1e-2, .until_probability = 0.5, .checkpoint_every = 1000};
   config.steps = 1;
   FakeGateway gateway(gateway_options());
   ASSERT_TRUE(live(gateway).ok());
   ASSERT_LT(reports.size(), 400u);
   double recent = 0.0;
-  for (size_t i = reports.size() - 6; i + 1 < reports.size(); ++i) recent += *reports[i].demonstration_probability / 5;
+  for (size_t i = reports.size() - 6; i + 1 < reports.size(); ++i)
+    recent += *reports[i].demonstration_probability / 5;
   EXPECT_GE(recent, 0.5);
-  EXPECT_LT(*reports[reports.size() - 3].demonstration_probability + *reports[0].demonstration_probability, 1.9);
+  EXPECT_LT(*reports[reports.size() - 3].demonstration_probability + *reports[0].demonstration_probability,
+            1.9);
 }
 
 // The same weights whether it ran through, was stopped in either phase, or was killed; and with two threads.
@@ -184,7 +198,8 @@ TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
   config.gateway_address = std::getenv("LEARNER_TEST_GATEWAY");
   job.run_parent = std::getenv("LEARNER_TEST_DIR");
   job.publish_every = 1;
-  const std::unique_ptr<Learner> learner = *Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
+  const std::unique_ptr<Learner> learner =
+      *Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
   Observers observers;
   observers.step = [&](const StepReport& report) {
     if (report.step == std::stoi(std::getenv("LEARNER_TEST_STEP"))) ::_exit(9);
@@ -192,8 +207,9 @@ TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
   FAIL() << learner->run({}, observers);
 }
 
-// The process dies in the middle of a step (nothing of it durable), after the checkpoint before the commit, and after the commit
-// before its reply. Each time the next life ends the run with the weights of an undisturbed one.
+// The process dies in the middle of a step (nothing of it durable), after the checkpoint before the commit,
+// and after the commit before its reply. Each time the next life ends the run with the weights of an
+// undisturbed one.
 TEST_F(LearnerTest, CrashWindows) {
   job.publish_every = 1;
   std::string through;
@@ -206,15 +222,17 @@ TEST_F(LearnerTest, CrashWindows) {
   FakeGateway gateway(gateway_options());
   config.gateway_address = gateway.address();
   const auto die_after = [&](int step) {
-    const std::string command = absl::StrCat("LEARNER_TEST_DIR=", dir.path(), " LEARNER_TEST_GATEWAY=", gateway.address(),
-                                             " LEARNER_TEST_STEP=", step, " ", fs::read_symlink("/proc/self/exe").string(),
-                                             " --gtest_also_run_disabled_tests --gtest_filter=*ALifeThatIsKilled >/dev/null");
+    const std::string command =
+        absl::StrCat("LEARNER_TEST_DIR=", dir.path(), " LEARNER_TEST_GATEWAY=", gateway.address(),
+                     " LEARNER_TEST_STEP=", step, " ", fs::read_symlink("/proc/self/exe").string(),
+                     " --gtest_also_run_disabled_tests --gtest_filter=*ALifeThatIsKilled >/dev/null");
     const int result = std::system(command.c_str());
     ASSERT_EQ(WEXITSTATUS(result), 9);
   };
   die_after(3);  // warm-up, a step past its checkpoint
   die_after(7);  // RL, durable and committed
-  // After the checkpoint, before the commit is heard: the learner waits for a reply that never comes, and is killed.
+  // After the checkpoint, before the commit is heard: the learner waits for a reply that never comes, and is
+  // killed.
   gateway.lose_next_commit_reply();
   config.gateway_timeout_ms = 400;
   config.reply_timeout_ms = 60'000;

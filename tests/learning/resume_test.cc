@@ -1,7 +1,5 @@
-// Goal: a restored learner takes the same next step, bit for bit; whatever instant the process dies at, what find() gives is a
-// whole checkpoint, this one or the one before; damage is named.
-#include "learner/checkpoint.h"
-
+// Goal: a restored learner takes the same next step, bit for bit; whatever instant the process dies at, what
+// find() gives is a whole checkpoint, this one or the one before; damage is named.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +8,7 @@
 #include <fstream>
 
 #include "gtest/gtest.h"
+#include "learner/checkpoint.h"
 #include "tests/learning/batches.h"
 
 namespace slipstream::learner {
@@ -20,7 +19,9 @@ using testing::Bench;
 
 class CheckpointTest : public ::testing::Test {
  protected:
-  CheckpointTest() : model(dir.path() + "/model"), root(dir.path() + "/checkpoints") { testing::write_model("glm5_next", model); }
+  CheckpointTest() : model(dir.path() + "/model"), root(dir.path() + "/checkpoints") {
+    testing::write_model("glm5_next", model);
+  }
 
   Checkpoints checkpoints(int keep = 2, Checkpoints::Hook hook = {}) const {
     return Checkpoints(root, keep, model, quiet_logger(), std::move(hook));
@@ -28,7 +29,8 @@ class CheckpointTest : public ::testing::Test {
   static void train(Bench& bench, uint64_t first_group) {
     v1::Batch batch = testing::make_batch({.groups = 2}, bench.config().vocab, first_group);
     testing::set_rollout_logprobs(*bench.trainer, bench.config(), 0.1, &batch);
-    const auto result = bench.trainer->step(testing::training_batch(batch, bench.config()), "double_sided", 1e-3);
+    const auto result =
+        bench.trainer->step(testing::training_batch(batch, bench.config()), "double_sided", 1e-3);
     ASSERT_TRUE(result.ok() && result->updated);
   }
   static LearnerState state_at(int64_t step) {
@@ -53,7 +55,8 @@ class CheckpointTest : public ::testing::Test {
   std::string model, root;
 };
 
-// fp32 and bf16 weights over an fp32 file, and over a bf16 file that cannot hold the masters; with and without moments.
+// fp32 and bf16 weights over an fp32 file, and over a bf16 file that cannot hold the masters; with and
+// without moments.
 TEST_F(CheckpointTest, ResumingEqualsNotStopping) {
   for (const bool bf16_file : {false, true}) {
     const std::string start = bf16_file ? dir.path() + "/bf16_model" : model;
@@ -76,14 +79,18 @@ TEST_F(CheckpointTest, ResumingEqualsNotStopping) {
         const absl::StatusOr<LearnerState> state = Checkpoints::read_state(*found);
         ASSERT_TRUE(state.ok()) << state.status();
         Bench resumed(*found, {}, dtype);
-        ASSERT_TRUE(Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream).ok());
+        ASSERT_TRUE(Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(),
+                                         *resumed.stream)
+                        .ok());
         EXPECT_EQ(testing::master_bytes(*resumed.weights), testing::master_bytes(*going.weights));
         for (uint64_t i = 3; i < 6; ++i) {
           train(going, i * 2);
           train(resumed, i * 2);
         }
-        EXPECT_EQ(testing::master_bytes(*resumed.weights), testing::master_bytes(*going.weights)) << bf16_file << reset;
-        EXPECT_EQ(testing::flat(resumed.trainer->optimizer().second()), testing::flat(going.trainer->optimizer().second()));
+        EXPECT_EQ(testing::master_bytes(*resumed.weights), testing::master_bytes(*going.weights))
+            << bf16_file << reset;
+        EXPECT_EQ(testing::flat(resumed.trainer->optimizer().second()),
+                  testing::flat(going.trainer->optimizer().second()));
       }
     }
   }
@@ -123,16 +130,21 @@ TEST_F(CheckpointTest, CrashAtEveryPointLeavesOneOfTheTwo) {
   std::vector<std::string> points;
   {
     testing::TemporaryDirectory other;
-    const Checkpoints dry(other.path(), 2, model, quiet_logger(), [&](std::string_view point) { points.emplace_back(point); });
+    const Checkpoints dry(other.path(), 2, model, quiet_logger(),
+                          [&](std::string_view point) { points.emplace_back(point); });
     ASSERT_TRUE(dry.save(state_at(2), *bench.weights, bench.trainer->optimizer()).ok());
   }
-  ASSERT_EQ(points, (std::vector<std::string>{"write step_00000002", "rename step_00000002", "replace latest", "remove old"}));
+  ASSERT_EQ(points, (std::vector<std::string>{"write step_00000002", "rename step_00000002", "replace latest",
+                                              "remove old"}));
   for (const std::string& point : points) {
     const pid_t child = ::fork();
     if (child == 0) {
-      checkpoints(2, [&](std::string_view now) {
-        if (now == point) ::_exit(9);
-      }).save(state_at(2), *bench.weights, bench.trainer->optimizer()).IgnoreError();
+      checkpoints(2,
+                  [&](std::string_view now) {
+                    if (now == point) ::_exit(9);
+                  })
+          .save(state_at(2), *bench.weights, bench.trainer->optimizer())
+          .IgnoreError();
       ::_exit(0);
     }
     int result = 0;
@@ -144,7 +156,10 @@ TEST_F(CheckpointTest, CrashAtEveryPointLeavesOneOfTheTwo) {
     ASSERT_TRUE(state.ok()) << state.status();
     EXPECT_EQ(state->step, point == "remove old" ? 2 : 1) << point;
     Bench resumed(*found);
-    EXPECT_TRUE(Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream).ok()) << point;
+    EXPECT_TRUE(
+        Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream)
+            .ok())
+        << point;
   }
   // And what the dead left behind is in nobody's way.
   ASSERT_TRUE(checkpoints().save(state_at(2), *bench.weights, bench.trainer->optimizer()).ok());
@@ -186,7 +201,8 @@ TEST_F(CheckpointTest, MissingOptimizerIsNamed) {
   state = *Checkpoints::read_state(one);
   EXPECT_EQ(state.optimizer_updates, 1);
   fs::remove_all(one + "/optimizer");
-  const absl::Status missing = Checkpoints::restore(one, state, *bench.weights, bench.trainer->optimizer(), *bench.stream);
+  const absl::Status missing =
+      Checkpoints::restore(one, state, *bench.weights, bench.trainer->optimizer(), *bench.stream);
   EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
   EXPECT_NE(missing.message().find("optimizer"), absl::string_view::npos) << missing;
 }
