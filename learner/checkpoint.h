@@ -1,8 +1,8 @@
 // The learner's checkpoints: what it needs to go on as if it had not stopped.
 //
 //   <root>/step_00000012/   config.json, model.safetensors (published format), optimizer/ (fp32 masters where
-//   the file's dtype
-//                           cannot hold them, moments), learner.json
+//                           the file's dtype cannot hold them, moments), learner.json, manifest.json (written
+//                           last: CRCs of all the others)
 //   <root>/latest           a symbolic link to the newest complete one
 #pragma once
 
@@ -36,6 +36,9 @@ struct LearnerState {
   double wait_data_seconds = 0.0;                   // in all
   std::vector<double> demonstration_probabilities;  // of the last warm-up steps
   v1::Commit commit;  // what the gateway has to be told once this checkpoint is durable
+  // Of `step`, as far as it was known when the checkpoint was written: metrics.jsonl gets it from here if the
+  // process dies before it could write the line.
+  StepReport report;
 };
 
 class Checkpoints {
@@ -56,7 +59,11 @@ class Checkpoints {
   // previous one. Older ones are removed.
   absl::Status save(const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const;
 
-  // Errors name the file: NotFound, InvalidArgument, DataLoss.
+  // The state in `dir`, after every file there was found to be as it was written. Errors name the file, what
+  // is there and what was expected (NotFound, InvalidArgument, DataLoss), and the newest older checkpoint
+  // that is intact. An older one is never taken instead: the gateway no longer has what was trained since.
+  absl::StatusOr<LearnerState> read(const std::string& dir) const;
+  // learner.json alone. Errors name file and field.
   static absl::StatusOr<LearnerState> read_state(const std::string& dir);
   // The optimizer and the exact masters of `dir`, from which `weights` were loaded.
   static absl::Status restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights,
@@ -66,6 +73,7 @@ class Checkpoints {
   absl::Status write(const std::string& dir, const LearnerState& state, const PolicyWeights& weights,
                      const AdamW& optimizer) const;
   absl::Status replace_latest(const std::string& name) const;
+  absl::Status damaged(const std::string& dir, const absl::Status& why) const;
   void remove_old(const std::string& newest) const;
   std::vector<std::string> complete_directories() const;  // names, oldest first
   void before(const std::string& step) const {

@@ -103,7 +103,7 @@ absl::Status Learner::start() {
   ASSIGN_OR_RETURN(stream_, kernels::Stream::create_cpu(config_.threads > 0 ? config_.threads : cores));
   RETURN_IF_ERROR(agree(restore(), "restoring"));
   if (!is_root()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.step, config_.log_rollouts));
+  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.report, config_.log_rollouts));
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
                                              .gateway_timeout_ms = config_.gateway_timeout_ms,
@@ -122,7 +122,7 @@ absl::Status Learner::restore() {
   std::string dir = is_root() ? checkpoints_.find().value_or("") : "";
   group_.broadcast(dir, 0);
   if (!dir.empty()) {
-    ASSIGN_OR_RETURN(state_, Checkpoints::read_state(dir));
+    ASSIGN_OR_RETURN(state_, checkpoints_.read(dir));
   } else if (config_.warmup.steps == 0) {
     state_.phase = Phase::kRl;
   }
@@ -154,6 +154,11 @@ absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
 
 absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
   RETURN_IF_ERROR(say_hello(stop));
+  // TensorBoard forgets the points of the restored step and of later ones: the former is the same, said
+  // again.
+  if (observers.scalars && files_->restored().step > 0) {
+    observers.scalars(files_->restored().step, scalars_of(files_->restored()));
+  }
   forget_consumed();  // this incarnation is new: the Hello was read, its last commit with it
   while (!finished()) {
     const absl::Status status = one_step(stop, observers);
@@ -304,6 +309,7 @@ absl::Status Learner::save_checkpoint(double* seconds) {
   state_.commit.set_final(finished());
   LearnerState written = state_;
   written.wall_seconds = wall_seconds();
+  if (state_.step > 1) RETURN_IF_ERROR(files_->sync());  // the lines before this step's, which it has itself
   RETURN_IF_ERROR(checkpoints_.save(written, *weights_, trainer_->optimizer()));
   durable_step_ = state_.step;
   return absl::OkStatus();
@@ -368,9 +374,15 @@ absl::Status Learner::one_step(std::stop_token stop, const Observers& observers)
   v1::CommitReply state_of_gateway;
   *state_of_gateway.mutable_counts() = std::move(*message.mutable_counts());
   *state_of_gateway.mutable_activity() = std::move(*message.mutable_activity());
-  const absl::Status durable = broken ? absl::OkStatus() : publish_when_due(stop, &report, &state_of_gateway);
   fill_counts(state_of_gateway, &report);
   report.wall_seconds = wall_seconds();
+  state_.report = report;
+  state_.report.checkpoint_seconds = state_.report.publish_seconds = std::nan("");
+  const absl::Status durable = broken ? absl::OkStatus() : publish_when_due(stop, &report, &state_of_gateway);
+  fill_counts(state_of_gateway, &report);
+  if (!warmup) remember_rewards(state_of_gateway.activity());
+  report.wall_seconds = wall_seconds();
+  state_.report = report;
   record_metrics(batch, result, scored, report, metrics_);
   RETURN_IF_ERROR(files_->append(report));
   if (observers.scalars) observers.scalars(report.step, scalars_of(report));
@@ -405,12 +417,14 @@ absl::Status Learner::stop_here() {
   return absl::CancelledError(absl::StrCat("stopped after step ", state_.step));
 }
 
-void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) {
+void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) const {
   const v1::Counts& counts = gateway.counts();
   report->produced = counts.produced();
   report->trained = counts.trained();
   report->queued = counts.queued();
   report->running = counts.running();
+  report->dropped = 0;
+  report->dropped_by_reason.clear();
   for (const auto& [reason, count] : counts.dropped()) {
     report->dropped += count;
     report->dropped_by_reason[reason] = count;
@@ -422,28 +436,30 @@ void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) {
   if (report->phase == Phase::kRl && activity.rewards_size() > 0) fill_rewards(activity, report);
 }
 
-// The gateway's totals less what they were a step ago.
-void Learner::fill_rewards(const v1::Activity& activity, StepReport* report) {
-  const bool first =
-      rewards_seen_.empty() && report->phase_step > 1;  // of a restarted learner: no difference to take
+// The gateway's totals less what they were a step ago. A restarted learner has no difference to take.
+void Learner::fill_rewards(const v1::Activity& activity, StepReport* report) const {
+  if (rewards_seen_.empty() && report->phase_step > 1) return;
   double sum = 0.0;
   uint64_t count = 0;
   std::map<std::string, double> by_task;
   for (const auto& [task, total] : activity.rewards()) {
-    v1::RewardTotal& before = rewards_seen_[task];
+    const auto found = rewards_seen_.find(task);
+    v1::RewardTotal before = found == rewards_seen_.end() ? v1::RewardTotal() : found->second;
     if (total.count() < before.count()) before.Clear();  // the gateway restarted and counts anew
     const double task_sum = total.sum() - before.sum();
     const uint64_t task_count = total.count() - before.count();
-    before = total;
     if (task_count == 0) continue;
     by_task[task] = task_sum / static_cast<double>(task_count);
     sum += task_sum;
     count += task_count;
   }
-  if (first) return;
   report->reward_by_task = std::move(by_task);
   report->reward_mean.reset();
   if (count > 0) report->reward_mean = sum / static_cast<double>(count);
+}
+
+void Learner::remember_rewards(const v1::Activity& activity) {
+  for (const auto& [task, total] : activity.rewards()) rewards_seen_[task] = total;
 }
 
 }  // namespace slipstream::learner

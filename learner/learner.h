@@ -36,7 +36,8 @@ struct Observers {
 };
 
 // The order that makes every crash harmless: a step's checkpoint is durable, then its weights are published,
-// then the gateway is told what was trained. A version that anybody sampled with can always be restored, and
+// then the gateway is told what was trained, then the step's line is written (which a copy of it in the
+// checkpoint stands in for until then). A version that anybody sampled with can always be restored, and
 // what the gateway may not have heard is in the checkpoint and said again in the next Hello.
 //
 // Data-parallel ranks run the same Learner; rank 0 alone talks to the gateway, serves weights and writes
@@ -88,8 +89,9 @@ class Learner {
   absl::Status save_checkpoint(double* seconds);
   absl::Status send_commit(std::stop_token stop, v1::CommitReply* reply);
   absl::Status stop_here();
-  void fill_counts(const v1::CommitReply& gateway, StepReport* report);
-  void fill_rewards(const v1::Activity& activity, StepReport* report);
+  void fill_counts(const v1::CommitReply& gateway, StepReport* report) const;
+  void fill_rewards(const v1::Activity& activity, StepReport* report) const;
+  void remember_rewards(const v1::Activity& activity);
 
   bool finished() const { return state_.phase == Phase::kRl && state_.rl_steps >= config_.steps; }
   bool is_root() const { return group_.rank() == 0; }

@@ -9,10 +9,17 @@
 #include <utility>
 #include <vector>
 
+#include "nlohmann/json_fwd.hpp"
+
+namespace slipstream::model {
+class JsonReader;
+}
+
 namespace slipstream::learner {
 
 enum class Phase { kWarmup, kRl };
 const char* name_of(Phase phase);  // "warmup", "rl"
+Phase read_phase(model::JsonReader& json, const char* key);
 
 // What is absent did not occur: missing is not zero.
 struct StepReport {
@@ -37,6 +44,8 @@ struct StepReport {
   std::map<int, double> drift_by_age;         // mean by age in versions; 8: 8 and more
   std::optional<double> masked_low_fraction;  // of tokens in the loss
   std::optional<double> masked_high_fraction;
+  int64_t masked_low_tokens = 0;  // the same, counted
+  int64_t masked_high_tokens = 0;
   int64_t non_finite_tokens = 0;
   std::optional<double>
       demonstration_probability;  // warm-up: mean probability of a whole demonstration, this step
@@ -55,11 +64,17 @@ struct StepReport {
   std::map<std::string, double> idle_seconds;  // by role, since it started
 
   double wall_seconds = 0.0;  // of the run, restarts' pauses not included
-  double wait_data_seconds = 0.0, train_seconds = 0.0, checkpoint_seconds = 0.0, publish_seconds = 0.0;
+  double wait_data_seconds = 0.0, train_seconds = 0.0;
+  // NaN: the process died before it knew.
+  double checkpoint_seconds = 0.0, publish_seconds = 0.0;
 };
 
+// A flat object; not-a-number is null, bytes that are no UTF-8 are left to dump().
+nlohmann::ordered_json to_json(const StepReport& report);
 // One JSON object on one line, without the line's end.
 std::string to_json_line(const StepReport& report);
+// What to_json() made; a field that is missing or of another kind is json's failure.
+StepReport read_report(model::JsonReader& json);
 
 // The numbers of a report by name ("reward/mean", "loss/policy"), for a writer of event files.
 using ScalarSink =

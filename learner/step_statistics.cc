@@ -86,6 +86,8 @@ void fill_report(const TrainingBatch& batch, const StepResult& result, const Sco
   report->drift_abs_mean = drift.value();
   for (const auto& [age, mean] : drift_by_age) report->drift_by_age[age] = *mean.value();
   if (tokens > 0) {
+    report->masked_low_tokens = low;
+    report->masked_high_tokens = high;
     report->masked_low_fraction = static_cast<double>(low) / static_cast<double>(tokens);
     report->masked_high_fraction = static_cast<double>(high) / static_cast<double>(tokens);
   }
@@ -110,15 +112,12 @@ void fill_report(const TrainingBatch& batch, const StepResult& result, const Sco
 
 void record_metrics(const TrainingBatch& batch, const StepResult& result, const ScoredWith& weights,
                     const StepReport& report, Metrics& metrics) {
-  int64_t low = 0, high = 0;
   for_each_token(batch, result, weights, [&](const TokenView& token) {
     metrics.observe(metric::kImportanceRatio, token.loss.ratio);
     if (token.own) metrics.observe(metric::kLogprobDiffHistogram, token.difference);
-    low += token.loss.fate == TokenFate::kMaskedLow;
-    high += token.loss.fate == TokenFate::kMaskedHigh;
   });
-  metrics.add(metric::kMaskedTokens, static_cast<double>(low), {"low"});
-  metrics.add(metric::kMaskedTokens, static_cast<double>(high), {"high"});
+  metrics.add(metric::kMaskedTokens, static_cast<double>(report.masked_low_tokens), {"low"});
+  metrics.add(metric::kMaskedTokens, static_cast<double>(report.masked_high_tokens), {"high"});
   if (report.mismatch_abs_mean) {
     metrics.set(metric::kLogprobDiff, *report.mismatch_abs_mean);
     metrics.set(metric::kMilesLogprobDiff, *report.mismatch_abs_mean);

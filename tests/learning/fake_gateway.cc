@@ -164,6 +164,13 @@ std::vector<v1::BatchRequest> FakeGateway::requests() const {
   const absl::MutexLock lock(&mutex_);
   return requests_;
 }
+bool FakeGateway::wait_for_commit(int64_t step) const {
+  const auto came = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !commits_.empty() && commits_.back().step() >= step;
+  };
+  const absl::MutexLock lock(&mutex_);
+  return mutex_.AwaitWithTimeout(absl::Condition(&came), absl::Minutes(1));
+}
 bool FakeGateway::heard_final() const {
   const absl::MutexLock lock(&mutex_);
   return final_;

@@ -46,6 +46,8 @@ class FakeGateway {
   std::vector<v1::Commit> commits() const;
   std::vector<v1::BatchRequest> requests() const;  // repeated ones included
   bool heard_final() const;
+  // Returns when a commit of this step or a later one has come; false after a minute without.
+  bool wait_for_commit(int64_t step) const;
 
  private:
   void serve(std::stop_token stop);

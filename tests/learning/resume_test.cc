@@ -3,12 +3,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <cstdio>
+#include <cmath>
 #include <fstream>
 
+#include "absl/strings/match.h"
 #include "gtest/gtest.h"
 #include "learner/checkpoint.h"
+#include "nlohmann/json.hpp"
 #include "tests/learning/batches.h"
 
 namespace slipstream::learner {
@@ -48,6 +49,12 @@ class CheckpointTest : public ::testing::Test {
     state.commit.add_trained_rollout_ids("run-g1-0");
     state.commit.add_trained_rollout_ids(std::string("\x00\xff", 2));
     (*state.commit.mutable_dropped())["malformed"].add_rollout_ids("bad");
+    state.report.step = step;
+    state.report.grad_norm = 1.0 / 3.0;
+    state.report.loss = std::nan("");
+    state.report.reward_by_task = {{"add", 0.25}, {"guess", std::nan("")}};
+    state.report.drift_by_age = {{0, 1e-3}, {8, 2e-3}};
+    state.report.dropped_by_reason = {{"stale", 3}};
     return state;
   }
 
@@ -111,6 +118,7 @@ TEST_F(CheckpointTest, StateComesBack) {
   EXPECT_EQ(after.wall_seconds, before.wall_seconds);
   EXPECT_EQ(after.demonstration_probabilities, before.demonstration_probabilities);
   EXPECT_EQ(after.commit.SerializeAsString(), before.commit.SerializeAsString());
+  EXPECT_EQ(to_json_line(after.report), to_json_line(before.report));
 }
 
 TEST_F(CheckpointTest, KeepsTheLastOnes) {
@@ -181,15 +189,88 @@ TEST_F(CheckpointTest, MissingLatestFallsBackDamageDoesNot) {
   EXPECT_EQ(checkpoints().find(), root + "/step_00000001");
 
   const std::string one = root + "/step_00000001";
-  { std::ofstream(one + "/learner.json", std::ios::trunc) << "{\"format\": 1, \"step\": "; }
-  EXPECT_EQ(Checkpoints::read_state(one).status().code(), absl::StatusCode::kDataLoss);
-  EXPECT_EQ(Checkpoints::read_state(one).status().message().substr(0, one.size()), one);
+  { std::ofstream(one + "/learner.json", std::ios::trunc) << "{\"format\": 2, \"step\": "; }
+  EXPECT_EQ(Checkpoints::read_state(one).status(),
+            absl::DataLossError(one + "/learner.json: 22 bytes, expected a whole JSON object"));
   { std::ofstream(one + "/learner.json", std::ios::trunc) << "{\"format\": 9}"; }
-  EXPECT_EQ(Checkpoints::read_state(one).status().message(), one + "/learner.json: format: 9, expected 1");
+  EXPECT_EQ(Checkpoints::read_state(one).status().message(),
+            one + "/learner.json: format: 9, expected an integer in [2, 2]");
   fs::resize_file(one + "/model.safetensors", 1000);
   const absl::Status cut = PolicyWeights::load(one, kernels::DType::kF32, *bench.stream).status();
   EXPECT_FALSE(cut.ok());
   EXPECT_NE(cut.message().find("model.safetensors"), absl::string_view::npos) << cut;
+}
+
+// One bit of any file, the manifest's too, and the checkpoint is refused with the file's name and what to do
+// instead.
+TEST_F(CheckpointTest, EveryFlippedBitIsFound) {
+  Bench bench(model);
+  train(bench, 0);
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_TRUE(checkpoints().save(state_at(step), *bench.weights, bench.trainer->optimizer()).ok());
+  }
+  const std::string newest = root + "/step_00000002", older = root + "/step_00000001";
+  ASSERT_TRUE(checkpoints().read(newest).ok()) << checkpoints().read(newest).status();
+  std::vector<std::string> files;
+  for (const auto& entry : fs::recursive_directory_iterator(newest)) {
+    if (entry.is_regular_file()) files.push_back(entry.path());
+  }
+  ASSERT_EQ(files.size(), 5u);  // config.json, model and optimizer tensors, learner.json, manifest.json
+  for (const std::string& file : files) {
+    const auto size = static_cast<int64_t>(fs::file_size(file));
+    for (const int64_t at : {int64_t{0}, size / 2, size - 1}) {
+      const auto flip = [&] {
+        std::fstream io(file, std::ios::in | std::ios::out | std::ios::binary);
+        io.seekg(at);
+        const char byte = static_cast<char>(io.get() ^ 4);
+        io.seekp(at);
+        io.put(byte);
+      };
+      flip();
+      const absl::Status damaged = checkpoints().read(newest).status();
+      // A bit of the manifest may make any file differ from what it says.
+      const std::string named = fs::path(file).filename() == "manifest.json" ? newest : file;
+      EXPECT_TRUE(absl::StartsWith(damaged.message(), named)) << file << " at " << at << ": " << damaged;
+      EXPECT_NE(damaged.message().find(older + ", which is intact"), absl::string_view::npos) << damaged;
+      flip();
+    }
+    ASSERT_TRUE(checkpoints().read(newest).ok());
+  }
+  fs::resize_file(newest + "/model.safetensors", 1000);
+  EXPECT_TRUE(absl::StartsWith(checkpoints().read(newest).status().message(),
+                               newest + "/model.safetensors: 1000 bytes, expected "));
+  fs::remove(older + "/optimizer/model.safetensors");
+  EXPECT_TRUE(absl::EndsWith(checkpoints().read(newest).status().message(),
+                             "no older checkpoint in " + root + " is intact"));
+}
+
+// Each field of learner.json in turn is taken away, and is of another kind.
+TEST_F(CheckpointTest, EveryFieldOfTheStateIsWanted) {
+  Bench bench(model);
+  ASSERT_TRUE(checkpoints().save(state_at(3), *bench.weights, bench.trainer->optimizer()).ok());
+  const std::string path = *checkpoints().find() + "/learner.json";
+  std::ifstream in(path);
+  const nlohmann::json whole = nlohmann::json::parse(in);
+  const auto expect_named = [&](const nlohmann::json& json, const std::string& label,
+                                const std::string& key) {
+    { std::ofstream(path, std::ios::trunc) << json; }
+    const absl::Status refused = Checkpoints::read_state(*checkpoints().find()).status();
+    EXPECT_TRUE(absl::StartsWith(refused.message(), path + ": " + label + key)) << key << ": " << refused;
+    EXPECT_NE(refused.message().find(", expected "), absl::string_view::npos) << refused;
+  };
+  for (const char* part : {"", "commit", "report"}) {
+    const std::string label = *part == 0 ? "" : std::string(part) + ": ";
+    const nlohmann::json& object = *part == 0 ? whole : whole[part];
+    for (const auto& [key, value] : object.items()) {
+      for (const bool removed : {true, false}) {
+        nlohmann::json broken = whole;
+        nlohmann::json& at = *part == 0 ? broken : broken[part];
+        if (removed) at.erase(key);
+        if (!removed) at[key] = value.is_array() ? nlohmann::json("text") : nlohmann::json::array({true});
+        expect_named(broken, label, key);
+      }
+    }
+  }
 }
 
 TEST_F(CheckpointTest, MissingOptimizerIsNamed) {
