@@ -24,6 +24,8 @@ JobConfig JobConfig::from(ConfigNode root) {
   rl.read("group_size", &job.group_size, 1, 65'536);
   rl.read("groups_per_batch", &job.groups_per_batch, 1, 1'000'000);
   rl.read("publish_every", &job.publish_every, 1, 1'000'000);
+  root.child("gateway").read("learner_address", &job.learner_address);
+  root.child("chat").read("tokenizer", &job.tokenizer);
   return job;
 }
 

@@ -37,7 +37,6 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   out.job = JobConfig::from(root);
   ConfigNode gateway = root.child("gateway");
   gateway.read("address", &out.address);
-  gateway.read("learner_address", &out.learner_address);
   gateway.read("episode_threads", &out.episode_threads, 1, 65'536);
   gateway.read("heartbeat_ms", &out.heartbeat_ms, 10);
   gateway.read("heartbeat_misses", &out.heartbeat_misses, 1);
@@ -54,7 +53,6 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   gateway.read("drop_zero_variance", &out.drop_zero_variance);
   gateway.read("capture_replay", &out.capture_replay);
   ConfigNode chat = root.child("chat");
-  chat.read("tokenizer", &out.tokenizer);
   chat.read("format", &out.chat_format);
   chat.read("thinking", &out.thinking);
   chat.read("reasoning_effort", &out.reasoning_effort);

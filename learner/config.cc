@@ -65,8 +65,6 @@ LearnerConfig LearnerConfig::from(ConfigNode root) {
   learner.read("reply_timeout_ms", &out.reply_timeout_ms, 1);
   learner.read("gateway_timeout_ms", &out.gateway_timeout_ms, 1);
   learner.read("batch_timeout_ms", &out.batch_timeout_ms, 1);
-  root.child("gateway").read("learner_address", &out.gateway_address);
-  root.child("chat").read("tokenizer", &out.tokenizer);
   return out;
 }
 

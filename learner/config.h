@@ -1,4 +1,4 @@
-// The learner's part of the config file: `model`, `learner`, and what it shares with `gateway` and `chat`.
+// The learner's part of the config file: `model` and `learner`.
 #pragma once
 
 #include <string>
@@ -49,10 +49,9 @@ struct LearnerConfig {
   int reply_timeout_ms = 2'000;      // then the gateway is asked again
   int gateway_timeout_ms = 600'000;  // without any answer to a Hello or Commit: the run stops
   int batch_timeout_ms = 3'600'000;  // without a full batch: the run stops
-  // gateway:
-  std::string gateway_address = "tcp://127.0.0.1:0";  // gateway.learner_address
-  // chat:
-  std::string tokenizer = "bytes";  // decodes rollouts for their log
+  // Not in the file: where the gateway hands out trajectories, JobConfig::learner_address with the port it
+  // got.
+  std::string gateway_address;
 
   static LearnerConfig from(ConfigNode root);  // errors are found by root.finish()
 };
