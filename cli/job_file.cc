@@ -89,9 +89,9 @@ absl::StatusOr<Job> read_job(const JobFlags& flags) {
 
 void fix_addresses(Job& job) {
   fix_port(job.gateway.address, 7400);
-  fix_port(job.gateway.learner_address, 7401);
+  fix_port(job.gateway.job.learner_address, 7401);
   fix_port(job.learner.address, 7402);
-  job.learner.gateway_address = job.gateway.learner_address;
+  job.learner.gateway_address = job.gateway.job.learner_address;
   if (job.rollout.gateway_address.empty()) job.rollout.gateway_address = job.gateway.address;
   if (job.rollout.learner_address.empty()) job.rollout.learner_address = job.learner.address;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/ascii.h"
+#include "common/address.h"
 
 namespace slipstream {
 
@@ -25,6 +26,14 @@ JobConfig JobConfig::from(ConfigNode root) {
   rl.read("group_size", &job.group_size, 1, 65'536);
   rl.read("groups_per_batch", &job.groups_per_batch, 1, 1'000'000);
   rl.read("publish_every", &job.publish_every, 1, 10'000);
+  ConfigNode gateway = root.child("gateway");
+  gateway.read("learner_address", &job.learner_address);
+  const std::string_view learner_address = job.learner_address;
+  const size_t scheme = learner_address.starts_with("tcp://") ? 6 : 0;
+  if (const std::string problem = address_problem(learner_address.substr(scheme), 0); !problem.empty()) {
+    gateway.fail("learner_address", problem);
+  }
+  root.child("chat").read("tokenizer", &job.tokenizer);
   return job;
 }
 

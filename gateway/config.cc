@@ -53,12 +53,6 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   out.job = JobConfig::from(root);
   ConfigNode gateway = root.child("gateway");
   gateway.read_address("address", &out.address, 0);
-  gateway.read("learner_address", &out.learner_address);
-  const std::string_view learner_address = out.learner_address;
-  const size_t scheme = learner_address.starts_with("tcp://") ? 6 : 0;
-  if (const std::string problem = address_problem(learner_address.substr(scheme), 0); !problem.empty()) {
-    gateway.fail("learner_address", problem);
-  }
   gateway.read("episode_threads", &out.episode_threads, 1, 65'536);
   gateway.read("heartbeat_ms", &out.heartbeat_ms, 10);
   gateway.read("heartbeat_misses", &out.heartbeat_misses, 1);
@@ -78,7 +72,6 @@ GatewayConfig GatewayConfig::from(ConfigNode root) {
   gateway.read("drop_zero_variance", &out.drop_zero_variance);
   gateway.read("capture_replay", &out.capture_replay);
   ConfigNode chat = root.child("chat");
-  chat.read("tokenizer", &out.tokenizer);
   chat.read_choice("format", &out.chat_format, {{"glm47", "glm47"}, {"glm53", "glm53"}});
   chat.read("thinking", &out.thinking);
   chat.read_choice("reasoning_effort", &out.reasoning_effort, {{"low", "low"}, {"high", "high"}, {"max", "max"}});

@@ -60,7 +60,7 @@ struct Gateway::Parts {
 };
 
 absl::Status Gateway::Parts::open_format() {
-  ASSIGN_OR_RETURN(tokenizer, model::open_tokenizer(config.tokenizer));
+  ASSIGN_OR_RETURN(tokenizer, model::open_tokenizer(config.job.tokenizer));
   const model::ChatFormat::Options options{
       .family = config.chat_format, .thinking = config.thinking, .reasoning_effort = config.reasoning_effort};
   ASSIGN_OR_RETURN(format, model::ChatFormat::create(options, *tokenizer));
@@ -146,7 +146,7 @@ absl::StatusOr<std::unique_ptr<Gateway>> Gateway::start(const GatewayConfig& con
   parts.start_environments(watch);
   RETURN_IF_ERROR(parts.serve());
   // Last: its answers tell of everybody.
-  ASSIGN_OR_RETURN(parts.delivery, Delivery::start(config.learner_address, *parts.ledger, log, [&parts] { return parts.activity(); }));
+  ASSIGN_OR_RETURN(parts.delivery, Delivery::start(config.job.learner_address, *parts.ledger, log, [&parts] { return parts.activity(); }));
   parts.learner_endpoint = parts.delivery->endpoint();
   log->info("gateway at {}, learner endpoint {}, {} environments", parts.server.address, parts.learner_endpoint,
             config.environments.size());

@@ -71,7 +71,8 @@ std::vector<v1::GatewayMessage> FakeGateway::answer(const v1::LearnerMessage& me
     reply.mutable_hello_reply()->set_log_id("log");
     return {reply};
   }
-  const int64_t incarnation = message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();
+  const int64_t incarnation =
+      message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();
   if (incarnation != incarnation_) {
     reply.mutable_refused()->set_code(9);  // FAILED_PRECONDITION
     reply.mutable_refused()->set_message("say Hello first");
@@ -114,7 +115,8 @@ std::vector<v1::GatewayMessage> FakeGateway::batch(const v1::BatchRequest& reque
       const v1::Group group = options_.group(number, request.policy_version());
       bool settled = true;
       for (const v1::Trajectory& trajectory : group.trajectories()) {
-        settled = settled && (trained_.contains(trajectory.rollout_id()) || dropped_.contains(trajectory.rollout_id()));
+        settled = settled &&
+                  (trained_.contains(trajectory.rollout_id()) || dropped_.contains(trajectory.rollout_id()));
       }
       if (!settled) mine.push_back(number);
     }
@@ -162,6 +164,13 @@ std::vector<v1::Commit> FakeGateway::commits() const {
 std::vector<v1::BatchRequest> FakeGateway::requests() const {
   const absl::MutexLock lock(&mutex_);
   return requests_;
+}
+bool FakeGateway::wait_for_commit(int64_t step) const {
+  const auto came = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !commits_.empty() && commits_.back().step() >= step;
+  };
+  const absl::MutexLock lock(&mutex_);
+  return mutex_.AwaitWithTimeout(absl::Condition(&came), absl::Minutes(1));
 }
 bool FakeGateway::heard_final() const {
   const absl::MutexLock lock(&mutex_);

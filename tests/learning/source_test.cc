@@ -1,5 +1,5 @@
-// Goal: the source gets its answers from a gateway that loses, doubles, splits and forgets; it ends on time, at a stop and at a
-// refusal, with a message that says what it waited for.
+// Goal: the source gets its answers from a gateway that loses, doubles, splits and forgets; it ends on time,
+// at a stop and at a refusal, with a message that says what it waited for.
 #include "learner/source.h"
 
 #include <chrono>
@@ -18,7 +18,9 @@ using testing::FakeGatewayOptions;
 
 FakeGatewayOptions gateway_options() {
   FakeGatewayOptions options;
-  options.group = [](uint64_t number, int version) { return testing::make_group({.policy_version = version}, 90, number); };
+  options.group = [](uint64_t number, int version) {
+    return testing::make_group({.policy_version = version}, 90, number);
+  };
   options.demonstration = [](uint64_t number) { return testing::make_demonstration({}, 90, number); };
   return options;
 }
@@ -53,7 +55,8 @@ v1::Commit commit(int64_t incarnation, const v1::Batch& batch) {
   out.set_incarnation(incarnation);
   out.set_step(batch.step());
   for (const v1::Group& group : batch.groups()) {
-    for (const v1::Trajectory& trajectory : group.trajectories()) out.add_trained_rollout_ids(trajectory.rollout_id());
+    for (const v1::Trajectory& trajectory : group.trajectories())
+      out.add_trained_rollout_ids(trajectory.rollout_id());
   }
   return out;
 }
@@ -88,7 +91,8 @@ TEST(Source, LostDoubledAndSplitMessages) {
 TEST(Source, ReconnectsToAGatewayThatComesBackAndMustBeGreeted) {
   FakeGateway gateway(gateway_options());
   const std::unique_ptr<Source> source = connect(gateway.address());
-  EXPECT_EQ(source->batch(request(1, 1), {}).status().code(), absl::StatusCode::kFailedPrecondition);  // before any Hello
+  EXPECT_EQ(source->batch(request(1, 1), {}).status().code(),
+            absl::StatusCode::kFailedPrecondition);  // before any Hello
   ASSERT_TRUE(source->hello(hello(1), {}).ok());
   ASSERT_TRUE(source->batch(request(1, 1), {}).ok());
   gateway.restart();
