@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <map>
 #include <set>
 #include <string>
@@ -19,6 +20,7 @@ namespace slipstream::learner::testing {
 struct FakeGatewayOptions {
   std::function<v1::Group(uint64_t number, int policy_version)> group;          // rollouts
   std::function<v1::Group(uint64_t number)> demonstration;
+  std::string address = "tcp://127.0.0.1:*";
   int parts = 1;                 // a batch comes in so many messages
   int drop_every = 0;            // every n-th message from the learner is lost; 0: none
   int repeat_replies = 1;        // each answer is sent so often
@@ -47,7 +49,8 @@ class FakeGateway {
   bool heard_final() const;
 
  private:
-  void serve(std::stop_token stop);
+  // The thread: tells where it is bound, then answers.
+  void serve(std::stop_token stop, std::promise<std::string>& bound);
   std::vector<v1::GatewayMessage> answer(const v1::LearnerMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void record(const v1::Commit& commit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<v1::GatewayMessage> batch(const v1::BatchRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

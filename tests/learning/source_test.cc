@@ -98,12 +98,25 @@ TEST(Source, ReconnectsToAGatewayThatComesBackAndMustBeGreeted) {
   EXPECT_EQ(numbers(*batch)[0], 0u);  // what was delivered and not committed comes again
 }
 
+// The address of a gateway that is gone.
+std::string deserted_address() {
+  const FakeGateway first(gateway_options());
+  return first.address();
+}
+
 TEST(Source, GatewayThatIsNotThereYetIsWaitedFor) {
-  std::string address;
-  {
-    const FakeGateway first(gateway_options());
-    address = first.address();
-  }
+  FakeGatewayOptions options = gateway_options();
+  options.address = deserted_address();
+  const std::unique_ptr<Source> source = connect(options.address);
+  absl::Status status;
+  std::jthread waiting([&] { status = source->hello(hello(1), {}); });
+  FakeGateway gateway(std::move(options));
+  waiting.join();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(Source, GatewayThatNeverComesIsNamed) {
+  const std::string address = deserted_address();
   const std::unique_ptr<Source> source = connect(address, 20, 300);
   const auto begin = std::chrono::steady_clock::now();
   const absl::Status status = source->hello(hello(1), {});
