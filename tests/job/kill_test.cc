@@ -14,10 +14,10 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 TEST(KilledRoles, LoseNothingAndTrainNothingTwice) {
-  constexpr int kKills = 30, kSteps = 240, kPort = 21'370;
+  constexpr int kKills = 30, kSteps = 240;
   const TemporaryDirectory directory;
-  const SmallJob job = make_cluster_job(directory.path(), kPort, {{"learner", absl::StrCat("steps: ", kSteps)}});
-  Cluster cluster(job, kPort, 1);
+  const ClusterJob job = make_cluster_job(directory.path(), {{"learner", absl::StrCat("steps: ", kSteps)}});
+  Cluster cluster(job, /*learner_ranks=*/1);
   ASSERT_TRUE(wait_until([&] { return job.step() > 0; }, seconds(120))) << cluster.outputs();
 
   std::mt19937 random(7);
