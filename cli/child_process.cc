@@ -35,15 +35,17 @@ std::string find_program(const std::string& name) {
   return "";
 }
 
-// Between fork and exec only calls that are safe in a process with threads.
+// A process group of its own: ctrl-C at the terminal is ours to pass on, and what the command starts ends with it. Between
+// fork and exec only calls that are safe in a process with threads.
 pid_t spawn(const std::string& program, const std::vector<std::string>& command, int output) {
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   const pid_t parent = getpid();
   const pid_t pid = fork();
+  if (pid > 0) setpgid(pid, pid);  // here too: whoever signals the group next must find it
   if (pid != 0) return pid;
-  setpgid(0, 0);  // ctrl-C at the terminal is ours to pass on
+  setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
   sigset_t none;
@@ -116,6 +118,7 @@ void ChildProcess::supervise(std::stop_token stop) noexcept {
         if (std::chrono::steady_clock::now() > deadline) kill(-pid, SIGKILL);
         std::this_thread::sleep_for(milliseconds(20));
       }
+      kill(-pid, SIGKILL);  // what it started and left behind
       if (stop.stop_requested()) break;
       const std::string words = last_lines(options_.output, output_begin);
       const std::string how = absl::StrCat(

@@ -22,11 +22,11 @@ double mean(const double* begin, size_t count) {
   return sum / static_cast<double>(count);
 }
 
-// What a user wants to know first.
-void print_summary(const std::vector<double>& rewards, const std::string& report) {
-  if (rewards.empty()) {
+// What a user wants to know first. `rewards`: of each RL step that this start of the run took.
+void print_summary(int64_t steps, const std::vector<double>& rewards, const std::string& report) {
+  if (steps == 0) {
     std::printf("nothing was left to do: the run had ended before. For another one: --set run.id=NAME\n");
-  } else {
+  } else if (!rewards.empty()) {
     const size_t count = std::min<size_t>(10, rewards.size());
     std::printf("mean reward %.3f -> %.3f (first and last %zu steps of RL)\n", mean(rewards.data(), count),
                 mean(rewards.data() + rewards.size() - count, count), count);
@@ -60,6 +60,7 @@ absl::Status run(const JobFlags& flags) {
   std::printf("run %s: model %s, everything below %s/\n", job.shared.run_id.c_str(), job.learner.model.path.c_str(),
               directory.c_str());
   std::vector<double> rewards;
+  const int64_t before = learner->step();
   const absl::Status status = train(*learner, job, true, signals.token(), learner_log, &rewards);
   worker->drain(absl::Now() + absl::Milliseconds(500));
   gateway->stop();
@@ -67,7 +68,7 @@ absl::Status run(const JobFlags& flags) {
   RETURN_IF_ERROR(status);
   const std::string page = directory + "/report.html";
   RETURN_IF_ERROR(write_report(directory, page).status());
-  print_summary(rewards, page);
+  print_summary(learner->step() - before, rewards, page);
   return absl::OkStatus();
 }
 

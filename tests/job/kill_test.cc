@@ -17,7 +17,8 @@ using std::chrono::seconds;
 
 // Ten sums instead of a hundred: in 240 steps the reward goes from 0.2 to 0.6, so that what was not learnt is seen, and
 // it is still so far from 1 that the spread of a step's reward is that of its episodes.
-SmallJob with_few_instances(SmallJob job) {
+template <class Job>  // SmallJob or ClusterJob
+Job with_few_instances(Job job) {
   std::string yaml = read_file(job.config);
   const std::string task = "{name: add_small}";
   yaml.replace(yaml.find(task), task.size(), "{name: add_small, instances: 10}");
@@ -50,12 +51,12 @@ Reward reward_over(absl::Span<const double> rewards) {
 }
 
 TEST(KilledRoles, LoseNothingAndTrainNothingTwice) {
-  constexpr int kKills = 30, kSteps = 240, kPort = 21'370;
+  constexpr int kKills = 30, kSteps = 240;
   constexpr double kErrors = 5.0;
   const std::string steps = absl::StrCat("steps: ", kSteps);
   const TemporaryDirectory directory;
-  const SmallJob job = with_few_instances(make_cluster_job(directory.path(), kPort, {{"learner", steps}}));
-  Cluster cluster(job, kPort, 1);
+  const ClusterJob job = with_few_instances(make_cluster_job(directory.path(), {{"learner", steps}}));
+  Cluster cluster(job, /*learner_ranks=*/1);
   ASSERT_TRUE(wait_until([&] { return job.step() > 0; }, seconds(120))) << cluster.outputs();
 
   std::mt19937 random(7);

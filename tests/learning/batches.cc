@@ -1,7 +1,5 @@
 #include "tests/learning/batches.h"
 
-#include <stdlib.h>
-
 #include <cmath>
 
 namespace slipstream::learner::testing {

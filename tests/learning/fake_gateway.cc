@@ -1,7 +1,6 @@
 #include "tests/learning/fake_gateway.h"
 
 #include <chrono>
-#include <future>
 
 #include "absl/strings/str_cat.h"
 #include "common/check.h"
@@ -12,42 +11,44 @@ namespace slipstream::learner::testing {
 FakeGateway::FakeGateway(FakeGatewayOptions options) : options_(std::move(options)) {
   std::promise<std::string> bound;
   std::future<std::string> address = bound.get_future();
-  thread_ = std::jthread([this, bound = std::move(bound)](std::stop_token stop) mutable {
-    zmq::context_t context(1);
-    zmq::socket_t socket(context, zmq::socket_type::router);
-    socket.set(zmq::sockopt::linger, 0);
-    socket.bind("tcp://127.0.0.1:*");
-    bound.set_value(socket.get(zmq::sockopt::last_endpoint));
-    std::string last_peer;
-    int received = 0;
-    while (!stop.stop_requested()) {
-      zmq::pollitem_t item{socket.handle(), 0, ZMQ_POLLIN, 0};
-      zmq::poll(&item, 1, std::chrono::milliseconds(5));
-      const auto send = [&](const std::string& bytes) {
-        static_cast<void>(socket.send(zmq::buffer(last_peer), zmq::send_flags::sndmore));
-        static_cast<void>(socket.send(zmq::buffer(bytes), zmq::send_flags::none));
-      };
-      if (garbage_.exchange(false) && !last_peer.empty()) send("\xff\xff no message");
-      zmq::message_t peer, body;
-      while (socket.recv(peer, zmq::recv_flags::dontwait)) {
-        CHECK(socket.recv(body).has_value());
-        last_peer = peer.to_string();
-        if (options_.drop_every > 0 && ++received % options_.drop_every == 0) continue;
-        v1::LearnerMessage message;
-        CHECK(message.ParseFromString(body.to_string()));
-        std::vector<v1::GatewayMessage> answers;
-        {
-          const absl::MutexLock lock(&mutex_);
-          answers = answer(message);
-        }
-        if (message.has_commit() && lose_commit_reply_.exchange(false)) continue;
-        for (int i = 0; i < options_.repeat_replies; ++i) {
-          for (const v1::GatewayMessage& reply : answers) send(reply.SerializeAsString());
-        }
+  thread_ = std::jthread([this, bound = std::move(bound)](std::stop_token stop) mutable { serve(stop, bound); });
+  address_ = address.get();
+}
+
+void FakeGateway::serve(std::stop_token stop, std::promise<std::string>& bound) {
+  zmq::context_t context(1);
+  zmq::socket_t socket(context, zmq::socket_type::router);
+  socket.set(zmq::sockopt::linger, 0);
+  socket.bind(options_.address);
+  bound.set_value(socket.get(zmq::sockopt::last_endpoint));
+  std::string last_peer;
+  int received = 0;
+  const auto send = [&](const std::string& bytes) {
+    static_cast<void>(socket.send(zmq::buffer(last_peer), zmq::send_flags::sndmore));
+    static_cast<void>(socket.send(zmq::buffer(bytes), zmq::send_flags::none));
+  };
+  while (!stop.stop_requested()) {
+    zmq::pollitem_t item{socket.handle(), 0, ZMQ_POLLIN, 0};
+    zmq::poll(&item, 1, std::chrono::milliseconds(5));
+    if (garbage_.exchange(false) && !last_peer.empty()) send("\xff\xff no message");
+    zmq::message_t peer, body;
+    while (socket.recv(peer, zmq::recv_flags::dontwait)) {
+      CHECK(socket.recv(body).has_value());
+      last_peer = peer.to_string();
+      if (options_.drop_every > 0 && ++received % options_.drop_every == 0) continue;
+      v1::LearnerMessage message;
+      CHECK(message.ParseFromString(body.to_string()));
+      std::vector<v1::GatewayMessage> answers;
+      {
+        const absl::MutexLock lock(&mutex_);
+        answers = answer(message);
+      }
+      if (message.has_commit() && lose_commit_reply_.exchange(false)) continue;
+      for (int i = 0; i < options_.repeat_replies; ++i) {
+        for (const v1::GatewayMessage& reply : answers) send(reply.SerializeAsString());
       }
     }
-  });
-  address_ = address.get();
+  }
 }
 
 FakeGateway::~FakeGateway() = default;

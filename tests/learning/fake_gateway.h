@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <map>
 #include <set>
 #include <string>
@@ -19,9 +20,10 @@ namespace slipstream::learner::testing {
 struct FakeGatewayOptions {
   std::function<v1::Group(uint64_t number, int policy_version)> group;  // rollouts
   std::function<v1::Group(uint64_t number)> demonstration;
-  int parts = 1;           // a batch comes in so many messages
-  int drop_every = 0;      // every n-th message from the learner is lost; 0: none
-  int repeat_replies = 1;  // each answer is sent so often
+  std::string address = "tcp://127.0.0.1:*";
+  int parts = 1;                 // a batch comes in so many messages
+  int drop_every = 0;            // every n-th message from the learner is lost; 0: none
+  int repeat_replies = 1;        // each answer is sent so often
 };
 
 // Thread-safe.
@@ -50,9 +52,9 @@ class FakeGateway {
   bool wait_for_commit(int64_t step) const;
 
  private:
-  void serve(std::stop_token stop);
-  std::vector<v1::GatewayMessage> answer(const v1::LearnerMessage& message)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The thread: tells where it is bound, then answers.
+  void serve(std::stop_token stop, std::promise<std::string>& bound);
+  std::vector<v1::GatewayMessage> answer(const v1::LearnerMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void record(const v1::Commit& commit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<v1::GatewayMessage> batch(const v1::BatchRequest& request)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -105,12 +105,25 @@ TEST(Source, ReconnectsToAGatewayThatComesBackAndMustBeGreeted) {
   EXPECT_EQ(numbers(*batch)[0], 0u);  // what was delivered and not committed comes again
 }
 
+// The address of a gateway that is gone.
+std::string deserted_address() {
+  const FakeGateway first(gateway_options());
+  return first.address();
+}
+
 TEST(Source, GatewayThatIsNotThereYetIsWaitedFor) {
-  std::string address;
-  {
-    const FakeGateway first(gateway_options());
-    address = first.address();
-  }
+  FakeGatewayOptions options = gateway_options();
+  options.address = deserted_address();
+  const std::unique_ptr<Source> source = connect(options.address);
+  absl::Status status;
+  std::jthread waiting([&] { status = source->hello(hello(1), {}).status(); });
+  FakeGateway gateway(std::move(options));
+  waiting.join();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(Source, GatewayThatNeverComesIsNamed) {
+  const std::string address = deserted_address();
   std::ostringstream text;
   const auto log = std::make_shared<spdlog::logger>("learner", std::make_shared<spdlog::sinks::ostream_sink_mt>(text));
   const std::unique_ptr<Source> source = connect(address, 20, 350, log);

@@ -5,10 +5,10 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
-#include <filesystem>
 #include <thread>
 
 #include "absl/synchronization/notification.h"
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
 #include "model/load.h"
 #include "model/weight_stream.h"
@@ -27,13 +27,13 @@ constexpr const char* kModel = "glm5_next";
 
 // The checkpoint directory of the test model, made once.
 const std::string& checkpoint() {
-  static const std::string dir = [] {
-    const std::string path = ::testing::TempDir() + "rollout_worker_test_" + std::to_string(getpid());
-    std::filesystem::create_directories(path);
-    CHECK_OK(model::save_weights(model::testing::make_test_model(kModel, DType::kF32, 1).loaded, path, {}));
-    return path;
+  static const slipstream::testing::TemporaryDirectory dir;
+  static const bool saved = [] {
+    CHECK_OK(model::save_weights(model::testing::make_test_model(kModel, DType::kF32, 1).loaded, dir.path(), {}));
+    return true;
   }();
-  return dir;
+  static_cast<void>(saved);
+  return dir.path();
 }
 
 // Serves weights by a script: what goes wrong with each of the first calls.

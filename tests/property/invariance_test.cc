@@ -1,6 +1,7 @@
 // Goal: a token's log-prob has the same bits however its sequence reaches the model: in one prefill, in pieces, token by
 // token, in a batch with others, as a training forward, with a forked cache, from panels of the weights or without, on one
 // thread or two; for every family, in fp32 and bf16.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -191,9 +192,9 @@ TEST_P(InvarianceTest, ForkedCache) {
   EXPECT_EQ(cache->usage().bytes_used, 0);
 }
 
-std::vector<std::string> names() { return testing::test_model_names(); }
 INSTANTIATE_TEST_SUITE_P(Families, InvarianceTest,
-                         ::testing::Combine(::testing::ValuesIn(names()), ::testing::Values(DType::kF32, DType::kBf16)));
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()),
+                                            ::testing::Values(DType::kF32, DType::kBf16)));
 
 }  // namespace
 }  // namespace slipstream::model
