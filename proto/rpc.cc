@@ -16,7 +16,8 @@ void ignore_log(gpr_log_func_args*) {}
 
 grpc::Status to_grpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  return {static_cast<grpc::StatusCode>(status.raw_code()), printable(std::string_view(status.message().data(), status.message().size()))};
+  return {static_cast<grpc::StatusCode>(status.raw_code()),
+          printable({status.message().data(), status.message().size()})};
 }
 
 absl::Status from_grpc(const grpc::Status& status) {

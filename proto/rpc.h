@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "common/status.h"
@@ -15,7 +16,8 @@ constexpr int kMaxMessageBytes = 64 << 20;  // a million packed token ids with t
 
 grpc::Status to_grpc(const absl::Status& status);
 absl::Status from_grpc(const grpc::Status& status);
-// "\xff..." in a peer's message would make the whole call fail: keeps valid UTF-8 only.
+// What is neither printable ASCII nor a line's end becomes '?': a status message that is not UTF-8 would make the whole call
+// fail, and a peer's control characters do not belong in our logs.
 std::string printable(std::string_view text);
 
 struct Server {
