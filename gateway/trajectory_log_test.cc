@@ -27,13 +27,14 @@ class TrajectoryLogTest : public ::testing::Test {
   absl::StatusOr<std::unique_ptr<TrajectoryLog>> open(int64_t segment_bytes = 1 << 20) {
     replayed_.clear();
     positions_.clear();
-    return TrajectoryLog::open({.directory = directory_, .segment_bytes = segment_bytes}, quiet_logger(),
-                               [this](RecordType type, std::string_view payload, TrajectoryLog::Position position) {
-                                 if (type == RecordType::kSnapshot) return absl::OkStatus();
-                                 replayed_.emplace_back(type, std::string(payload));
-                                 positions_.push_back(position);
-                                 return absl::OkStatus();
-                               });
+    return TrajectoryLog::open(
+        {.directory = directory_, .segment_bytes = segment_bytes, .settings = {}}, quiet_logger(),
+        [this](RecordType type, std::string_view payload, TrajectoryLog::Position position) {
+          if (type == RecordType::kSnapshot) return absl::OkStatus();
+          replayed_.emplace_back(type, std::string(payload));
+          positions_.push_back(position);
+          return absl::OkStatus();
+        });
   }
   std::string file(int segment) const { return directory_ + "/0000000" + std::to_string(segment) + ".log"; }
   std::string contents(int segment) const {
@@ -217,7 +218,8 @@ TEST_F(TrajectoryLogTest, FullDiskFailsTheAppendAndNothingElse) {
 TEST_F(TrajectoryLogTest, AnUnwritableDirectoryIsAnErrorThatNamesIt) {
   std::ofstream(directory_ + "/file") << "x";
   const absl::Status status =
-      TrajectoryLog::open({.directory = directory_ + "/file/log"}, quiet_logger(), nullptr).status();
+      TrajectoryLog::open({.directory = directory_ + "/file/log", .settings = {}}, quiet_logger(), nullptr)
+          .status();
   EXPECT_FALSE(status.ok());
   EXPECT_NE(status.message().find("/file/log"), absl::string_view::npos) << status;
 }
