@@ -40,12 +40,12 @@ absl::Status create_model(const Job& job) {
 
 // A prompt with an id that the model does not have would abort every episode.
 absl::Status check_vocabulary(const Job& job) {
-  ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.gateway.tokenizer));
+  ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.shared.tokenizer));
   ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(job.learner.model.path));
   if (tokenizer->vocab_size() <= config.vocab) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("model.path: ", job.learner.model.path, ": vocab_size ", config.vocab,
                                                  ", expected at least the ", tokenizer->vocab_size(), " ids of chat.tokenizer ",
-                                                 job.gateway.tokenizer));
+                                                 job.shared.tokenizer));
 }
 
 absl::Status make_directory(const fs::path& path) {
@@ -78,7 +78,7 @@ absl::StatusOr<Job> read_job(const JobFlags& flags) {
   metrics.read_address("gateway", &job.gateway_metrics_address, 0);
   metrics.read_address("learner", &job.learner_metrics_address, 0);
   metrics.read_address("rollout", &job.rollout_metrics_address, 0);
-  if (const auto tokenizer = model::open_tokenizer(job.gateway.tokenizer); !tokenizer.ok()) {
+  if (const auto tokenizer = model::open_tokenizer(job.shared.tokenizer); !tokenizer.ok()) {
     root.child("chat").fail("tokenizer", std::string(tokenizer.status().message()));
   }
   if (job.gateway.environments.empty()) root.fail("environments", "missing, expected at least one environment");

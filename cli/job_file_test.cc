@@ -67,9 +67,9 @@ TEST(FixAddresses, EveryRoleFindsTheOthers) {
   ASSERT_TRUE(job.ok()) << job.status();
   fix_addresses(*job);
   EXPECT_EQ(job->gateway.address, "127.0.0.1:7400");
-  EXPECT_EQ(job->gateway.learner_address, "tcp://127.0.0.1:7401");
+  EXPECT_EQ(job->gateway.job.learner_address, "tcp://127.0.0.1:7401");
   EXPECT_EQ(job->learner.address, "127.0.0.1:7402");
-  EXPECT_EQ(job->learner.gateway_address, job->gateway.learner_address);
+  EXPECT_EQ(job->learner.gateway_address, job->gateway.job.learner_address);
   EXPECT_EQ(job->rollout.gateway_address, job->gateway.address);
   EXPECT_EQ(job->rollout.learner_address, "far:9");  // what the file names stays
 }

@@ -35,10 +35,9 @@ struct LearnerState {
   double wall_seconds = 0.0;
   double wait_data_seconds = 0.0;                   // in all
   std::vector<double> demonstration_probabilities;  // of the last warm-up steps
-  v1::Commit commit;            // what the gateway has to be told once this checkpoint is durable
-  std::string log_id;           // of the trajectory log it was trained from; empty: it never met a gateway
-  uint64_t groups_end = 0;      // one more than the highest number of a group taken from it
-  v1::Commit commit;  // what the gateway has to be told once this checkpoint is durable
+  std::string log_id;       // of the trajectory log it was trained from; empty: it never met a gateway
+  uint64_t groups_end = 0;  // one more than the highest number of a group taken from it
+  v1::Commit commit;        // what the gateway has to be told once this checkpoint is durable
   // Of `step`, as far as it was known when the checkpoint was written: metrics.jsonl gets it from here if the
   // process dies before it could write the line.
   StepReport report;
