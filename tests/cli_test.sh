@@ -64,7 +64,7 @@ expect_error 2 'not expected' "$slipstream" inspect glm5 --surprise
 expect_error 1 'nope: no such file, nor one of the presets' "$slipstream" inspect nope
 expect_error 1 'nope/config.json|nope: cannot be opened' "$slipstream" logprobs --model "$work/nope" --ids 5
 expect_error 1 '\-\-ids: "5,x", expected token ids' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,x
-expect_error 1 '\-\-ids: 100000, expected ids in 0..271' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,100000
+expect_error 1 '\-\-ids: 100000, expected ids in 0..287' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,100000
 expect_error 1 '\-\-dtype: "fp16", expected fp32 or bf16' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --dtype fp16
 for threads in 0 257 "" 99999999999999999999 2.5; do
   expect_error 2 "\-\-threads: \"$threads\", expected an integer in 1..256" "$slipstream" logprobs --model "$work/flash-tiny" --ids 5 --threads "$threads"
