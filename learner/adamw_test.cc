@@ -8,40 +8,16 @@
 
 #include "gtest/gtest.h"
 #include "model/load.h"
+#include "model/testing/small_model.h"
 
 namespace slipstream::learner {
 namespace {
 
-model::ModelConfig small_config() {
-  const nlohmann::ordered_json json = {{"model_type", "glm4_moe_lite"},
-                                       {"vocab_size", 300},
-                                       {"hidden_size", 80},
-                                       {"intermediate_size", 64},
-                                       {"moe_intermediate_size", 24},
-                                       {"num_hidden_layers", 2},
-                                       {"n_routed_experts", 6},
-                                       {"num_experts_per_tok", 2},
-                                       {"n_shared_experts", 1},
-                                       {"first_k_dense_replace", 1},
-                                       {"routed_scaling_factor", 1.5},
-                                       {"max_position_embeddings", 64},
-                                       {"num_nextn_predict_layers", 1},
-                                       {"rms_norm_eps", 1e-5},
-                                       {"dtype", "float32"},
-                                       {"eos_token_id", 1},
-                                       {"num_attention_heads", 2},
-                                       {"q_lora_rank", 20},
-                                       {"kv_lora_rank", 24},
-                                       {"qk_nope_head_dim", 12},
-                                       {"qk_rope_head_dim", 4},
-                                       {"v_head_dim", 10}};
-  return *model::parse_model_config(json, "test");
-}
-
 struct Problem {
   explicit Problem(const AdamWConfig& config, int threads = 1)
       : stream(*kernels::Stream::create_cpu(threads)),
-        weights(*model::random_weights(small_config(), kernels::DType::kF32, 5, *stream)),
+        weights(*model::random_weights(model::testing::small_model(300, 80, /*mtp=*/true),
+                                       kernels::DType::kF32, 5, *stream)),
         gradients(*model::WeightStore::create_gradients(weights.config, true)),
         optimizer(*AdamW::create(weights.config, true, config)) {}
 

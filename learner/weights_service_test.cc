@@ -9,7 +9,7 @@
 
 #include "gtest/gtest.h"
 #include "learner/policy_weights.h"
-#include "model/config.h"
+#include "model/testing/small_model.h"
 #include "model/weight_stream.h"
 #include "proto/rpc.h"
 #include "slipstream/v1/weights.grpc.pb.h"
@@ -18,31 +18,6 @@ namespace slipstream::learner {
 namespace {
 
 using kernels::DType;
-
-model::ModelConfig small_config() {
-  const nlohmann::ordered_json json = {{"model_type", "glm4_moe_lite"},
-                                       {"vocab_size", 500},
-                                       {"hidden_size", 640},
-                                       {"intermediate_size", 64},
-                                       {"moe_intermediate_size", 24},
-                                       {"num_hidden_layers", 2},
-                                       {"n_routed_experts", 6},
-                                       {"num_experts_per_tok", 2},
-                                       {"n_shared_experts", 1},
-                                       {"first_k_dense_replace", 1},
-                                       {"routed_scaling_factor", 1.5},
-                                       {"max_position_embeddings", 64},
-                                       {"rms_norm_eps", 1e-5},
-                                       {"dtype", "float32"},
-                                       {"eos_token_id", 1},
-                                       {"num_attention_heads", 2},
-                                       {"q_lora_rank", 20},
-                                       {"kv_lora_rank", 24},
-                                       {"qk_nope_head_dim", 12},
-                                       {"qk_rope_head_dim", 4},
-                                       {"v_head_dim", 10}};
-  return *model::parse_model_config(json, "test");
-}
 
 struct Fetched {
   grpc::Status status;
@@ -53,7 +28,7 @@ class WeightsServiceTest : public ::testing::Test {
  protected:
   WeightsServiceTest()
       : stream(*kernels::Stream::create_cpu(1)),
-        master(*model::random_weights(small_config(), DType::kF32, 3, *stream)),
+        master(*model::random_weights(model::testing::small_model(500, 640), DType::kF32, 3, *stream)),
         server(*WeightsServer::start("127.0.0.1:0", publisher, quiet_logger())),
         stub(v1::Weights::NewStub(rpc::dial(server->address()))) {}
 

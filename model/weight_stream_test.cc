@@ -7,42 +7,16 @@
 #include "gtest/gtest.h"
 #include "kernels/stream.h"
 #include "model/load.h"
+#include "model/testing/small_model.h"
 
 namespace slipstream::model {
 namespace {
 
 using kernels::DType;
 
-ModelConfig small_config(int64_t hidden) {
-  const nlohmann::ordered_json json = {{"model_type", "glm4_moe_lite"},
-                                       {"vocab_size", 9000},
-                                       {"hidden_size", hidden},
-                                       {"intermediate_size", 56},
-                                       {"moe_intermediate_size", 24},
-                                       {"num_hidden_layers", 2},
-                                       {"n_routed_experts", 4},
-                                       {"num_experts_per_tok", 2},
-                                       {"n_shared_experts", 1},
-                                       {"first_k_dense_replace", 1},
-                                       {"routed_scaling_factor", 1.5},
-                                       {"max_position_embeddings", 64},
-                                       {"rms_norm_eps", 1e-5},
-                                       {"dtype", "float32"},
-                                       {"eos_token_id", 1},
-                                       {"num_attention_heads", 2},
-                                       {"q_lora_rank", 20},
-                                       {"kv_lora_rank", 24},
-                                       {"qk_nope_head_dim", 12},
-                                       {"qk_rope_head_dim", 4},
-                                       {"v_head_dim", 10}};
-  absl::StatusOr<ModelConfig> config = parse_model_config(json, "test");
-  CHECK_OK(config.status());
-  return *std::move(config);
-}
-
 WeightStore random_store(int64_t hidden, DType dtype) {
   const std::unique_ptr<kernels::Stream> stream = *kernels::Stream::create_cpu(1);
-  absl::StatusOr<LoadedWeights> loaded = random_weights(small_config(hidden), dtype, 3, *stream);
+  absl::StatusOr<LoadedWeights> loaded = random_weights(testing::small_model(9000, hidden), dtype, 3, *stream);
   CHECK_OK(loaded.status());
   return std::move(loaded->store);
 }
@@ -82,7 +56,7 @@ void expect_same_bytes(const WeightStore& a, const WeightStore& b) {
 TEST(WeightStreamTest, ArrivesBitForBit) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
     const WeightStore sent = random_store(40, dtype);
-    WeightStore got = *WeightStore::create_weights(small_config(40), dtype, sent.with_mtp());
+    WeightStore got = *WeightStore::create_weights(testing::small_model(9000, 40), dtype, sent.with_mtp());
     uint32_t crc = 0;
     const std::vector<Piece> pieces = pieces_of(sent, dtype, &crc);
     for (const Piece& piece : pieces) EXPECT_LE(static_cast<int64_t>(piece.data.size()), kWeightPieceBytes);
@@ -93,7 +67,7 @@ TEST(WeightStreamTest, ArrivesBitForBit) {
 
 TEST(WeightStreamTest, ConvertsOnTheWay) {
   const WeightStore sent = random_store(40, DType::kF32);
-  WeightStore got = *WeightStore::create_weights(small_config(40), DType::kBf16, sent.with_mtp());
+  WeightStore got = *WeightStore::create_weights(testing::small_model(9000, 40), DType::kBf16, sent.with_mtp());
   uint32_t crc = 0;
   const std::vector<Piece> pieces = pieces_of(sent, DType::kBf16, &crc);
   ASSERT_TRUE(assemble(got, weight_stream_header(sent, DType::kBf16), pieces, crc).ok());
@@ -111,7 +85,7 @@ TEST(WeightStreamTest, ConvertsOnTheWay) {
 
 TEST(WeightStreamTest, RefusesWhatIsNotTheStream) {
   const WeightStore sent = random_store(40, DType::kF32);
-  WeightStore got = *WeightStore::create_weights(small_config(40), DType::kF32, sent.with_mtp());
+  WeightStore got = *WeightStore::create_weights(testing::small_model(9000, 40), DType::kF32, sent.with_mtp());
   uint32_t crc = 0;
   const std::vector<Piece> pieces = pieces_of(sent, DType::kF32, &crc);
   const WeightStreamHeader header = weight_stream_header(sent, DType::kF32);
