@@ -22,7 +22,7 @@ void read_loss(ConfigNode node, LossConfig* out) {
 }
 
 void read_optimizer(ConfigNode node, AdamWConfig* out) {
-  node.read("learning_rate", &out->learning_rate, 0.0);
+  node.read("learning_rate", &out->learning_rate, 0.0, 1.0);
   node.read("beta1", &out->beta1, 0.0, 0.999999);
   node.read("beta2", &out->beta2, 0.0, 0.999999);
   node.read("eps", &out->eps, 1e-30);
@@ -31,14 +31,14 @@ void read_optimizer(ConfigNode node, AdamWConfig* out) {
   node.read("warmup_steps", &out->warmup_steps, 0);
   node.read_choice("schedule", &out->schedule,
                    {{"constant", Schedule::kConstant}, {"cosine", Schedule::kCosine}});
-  node.read("min_learning_rate", &out->min_learning_rate, 0.0);
+  node.read("min_learning_rate", &out->min_learning_rate, 0.0, 1.0);
   node.read("reset_on_publish", &out->reset_on_publish);
 }
 
 void read_warmup(ConfigNode node, WarmupConfig* out) {
   node.read("steps", &out->steps, 0);
   node.read("batch", &out->batch, 1, 1'000'000);
-  node.read("learning_rate", &out->learning_rate, 0.0);
+  node.read("learning_rate", &out->learning_rate, 0.0, 1.0);
   node.read("until_probability", &out->until_probability, 0.0, 1.0);
   node.read("checkpoint_every", &out->checkpoint_every, 1);
 }

@@ -120,9 +120,9 @@ absl::Status Learner::agree(const absl::Status& mine, const char* what) {
 absl::Status Learner::start() {
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   ASSIGN_OR_RETURN(stream_, kernels::Stream::create_cpu(config_.threads > 0 ? config_.threads : cores));
+  RETURN_IF_ERROR(agree(is_root() ? lock_.take(job_.run_directory()) : absl::OkStatus(), "locking the run"));
   RETURN_IF_ERROR(agree(restore(), "restoring"));
   if (!is_root()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.report, config_.log_rollouts));
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
                                              .gateway_timeout_ms = config_.gateway_timeout_ms,
@@ -174,6 +174,8 @@ absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
 
 absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
   RETURN_IF_ERROR(say_hello(stop));
+  // Not before: what follows the checkpoint is cut off, and the gateway may have refused this checkpoint.
+  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.report, config_.log_rollouts));
   // TensorBoard forgets the points of the restored step and of later ones: the former is the same, said
   // again.
   if (observers.scalars && files_->restored().step > 0) {

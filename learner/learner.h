@@ -109,7 +109,8 @@ class Learner {
   Publisher publisher_;
   std::unique_ptr<WeightsServer> server_;
   std::unique_ptr<Source> source_;
-  std::unique_ptr<RunFiles> files_;
+  RunLock lock_;                     // rank 0
+  std::unique_ptr<RunFiles> files_;  // rank 0, once the gateway has accepted the checkpoint
   LearnerState state_;
   bool exactly_published_ = true;   // the weights are those of state_.policy_version
   std::set<std::string> consumed_;  // rollout ids of state_.commit: trained or refused, not acknowledged yet

@@ -1,7 +1,13 @@
 #include "learner/run_files.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 
 #include "absl/strings/escaping.h"
@@ -132,6 +138,21 @@ ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample
 }
 
 }  // namespace
+
+RunLock::~RunLock() {
+  if (fd_ >= 0) close(fd_);
+}
+
+absl::Status RunLock::take(const std::string& run_directory) {
+  std::error_code error;
+  fs::create_directories(run_directory, error);
+  const std::string path = run_directory + "/learner.lock";
+  fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  if (fd_ < 0) return absl::PermissionDeniedError(absl::StrCat(path, ": ", std::strerror(errno)));
+  if (flock(fd_, LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(run_directory, ": another learner has this run; expected it to end first"));
+}
 
 absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory,
                                                          const StepReport& restored, int rollouts_max) {

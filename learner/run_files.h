@@ -14,6 +14,20 @@
 
 namespace slipstream::learner {
 
+// Keeps a second learner out of a run's directory while the first one lives.
+class RunLock {
+ public:
+  RunLock() = default;
+  ~RunLock();
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+  // FailedPrecondition: another process has it. Makes the directory when it is missing.
+  absl::Status take(const std::string& run_directory);
+
+ private:
+  int fd_ = -1;
+};
+
 // One thread.
 class RunFiles {
  public:

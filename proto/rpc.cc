@@ -1,5 +1,6 @@
 #include "proto/rpc.h"
 
+#include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -11,6 +12,16 @@ namespace {
 
 // What gRPC would print on stderr comes to us as a status.
 void ignore_log(gpr_log_func_args*) {}
+
+// gRPC lives as long as the process: shut down with its last channel, it may wait 10 s for threads of its own.
+void begin_grpc() {
+  static const bool begun = [] {
+    gpr_set_log_function(ignore_log);
+    grpc_init();
+    return true;
+  }();
+  static_cast<void>(begun);
+}
 
 }  // namespace
 
@@ -36,8 +47,8 @@ absl::StatusOr<Server> serve(const std::string& what, const std::string& address
   if (const std::string problem = address_problem(address, /*least_port=*/0); !problem.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(what, ": ", problem));
   }
+  begin_grpc();
   static const bool plugins = [] {
-    gpr_set_log_function(ignore_log);
     grpc::EnableDefaultHealthCheckService(true);
     grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     return true;
@@ -62,6 +73,7 @@ absl::StatusOr<Server> serve(const std::string& what, const std::string& address
 }
 
 std::shared_ptr<grpc::Channel> dial(const std::string& address) {
+  begin_grpc();
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
