@@ -411,7 +411,12 @@ TEST_F(LearnerTest, WhatIsWrongAtTheStartIsNamed) {
   EXPECT_NE(missing.message().find(config.model.path), absl::string_view::npos) << missing;
   config.model.path = dir.path() + "/model";
   const std::unique_ptr<Learner> first = *open(gateway);
+  const absl::Status second = open(gateway).status();
+  EXPECT_EQ(second.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(second.message(),
+            absl::StrCat(job.run_directory(), ": another learner has this run; expected it to end first"));
   config.address = first->weights_address();
+  job.run_id = "another";
   const absl::Status taken = open(gateway).status();
   EXPECT_EQ(taken.code(), absl::StatusCode::kUnavailable);
   EXPECT_NE(taken.message().find(config.address), absl::string_view::npos) << taken;
