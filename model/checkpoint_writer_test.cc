@@ -320,6 +320,28 @@ class CheckpointReplaceTest : public ::testing::TestWithParam<Change> {
     EXPECT_EQ(dir_.names().size(), 4 + (shards == 1 ? 1 : shards + 1)) << absl::StrJoin(dir_.names(), " ");
     EXPECT_EQ(dir_.read("model-00001-of-00002.safetensors.bak"), "other");
   }
+  // Saves the new checkpoint, with config.json unless `config` is empty, in a process that dies at step `stop` of
+  // writing. *saved: there was no such step.
+  void save_and_crash(int stop, const std::string& config, bool* saved) const {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      int step = 0;
+      Uniform uniform(GetParam().new_count, 2.0f,
+                      {.shard_bytes_max = kTwoFit, .before_step = [&](std::string_view) {
+                         if (step++ == stop) ::_exit(9);
+                       }});
+      if (!config.empty()) uniform.writer.set_config(config);
+      ::_exit(uniform.writer.save(dir_.path()).ok() ? 0 : 1);
+    }
+    int result = 0;
+    ASSERT_EQ(::waitpid(child, &result, 0), child);
+    ASSERT_TRUE(WIFEXITED(result));
+    *saved = WEXITSTATUS(result) == 0;
+    if (!*saved) {
+      ASSERT_EQ(WEXITSTATUS(result), 9);
+    }
+  }
 };
 
 TEST_P(CheckpointReplaceTest, TheOldOneGoes) {
@@ -333,21 +355,9 @@ TEST_P(CheckpointReplaceTest, ACrashAtAnyStepLeavesOldOrNewOrNothing) {
   int news = 0;
   for (int stop = 0;; ++stop) {
     prepare();
-    const pid_t child = ::fork();
-    ASSERT_GE(child, 0);
-    if (child == 0) {
-      int step = 0;
-      Uniform uniform(GetParam().new_count, 2.0f,
-                      {.shard_bytes_max = kTwoFit, .before_step = [&](std::string_view) {
-                         if (step++ == stop) ::_exit(9);
-                       }});
-      ::_exit(uniform.writer.save(dir_.path()).ok() ? 0 : 1);
-    }
-    int result = 0;
-    ASSERT_EQ(::waitpid(child, &result, 0), child);
-    ASSERT_TRUE(WIFEXITED(result));
-    if (WEXITSTATUS(result) == 0) break;  // there was no such step
-    ASSERT_EQ(WEXITSTATUS(result), 9);
+    bool saved = false;
+    ASSERT_NO_FATAL_FAILURE(save_and_crash(stop, "", &saved));
+    if (saved) break;  // there was no such step
 
     absl::StatusOr<Checkpoint> opened = Checkpoint::open(dir_.path(), {});
     if (opened.ok()) {
@@ -375,22 +385,9 @@ TEST_P(CheckpointReplaceTest, ConfigGoesWithItsWeights) {
   for (int stop = 0;; ++stop) {
     prepare();
     dir_.write("config.json", "1");
-    const pid_t child = ::fork();
-    ASSERT_GE(child, 0);
-    if (child == 0) {
-      int step = 0;
-      Uniform uniform(GetParam().new_count, 2.0f,
-                      {.shard_bytes_max = kTwoFit, .before_step = [&](std::string_view) {
-                         if (step++ == stop) ::_exit(9);
-                       }});
-      uniform.writer.set_config("2");
-      ::_exit(uniform.writer.save(dir_.path()).ok() ? 0 : 1);
-    }
-    int result = 0;
-    ASSERT_EQ(::waitpid(child, &result, 0), child);
-    ASSERT_TRUE(WIFEXITED(result));
-    if (WEXITSTATUS(result) == 0) break;  // there was no such step
-    ASSERT_EQ(WEXITSTATUS(result), 9);
+    bool saved = false;
+    ASSERT_NO_FATAL_FAILURE(save_and_crash(stop, "2", &saved));
+    if (saved) break;  // there was no such step
     absl::StatusOr<Checkpoint> opened = Checkpoint::open(dir_.path(), {});
     if (!opened.ok() || !std::filesystem::exists(dir_.file("config.json"))) continue;
     ASSERT_EQ(absl::StrCat(generation_of(*opened)), dir_.read("config.json")) << "step " << stop;
