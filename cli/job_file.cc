@@ -2,13 +2,17 @@
 
 #include <unistd.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <map>
 
 #include "absl/strings/match.h"
 #include "cli/presets.h"
 #include "model/load.h"
 #include "model/tokenizer.h"
+#include "yaml-cpp/yaml.h"
 
 namespace slipstream::cli {
 namespace {
@@ -111,8 +115,47 @@ absl::Status prepare_run(const Job& job) {
   return check_vocabulary(job);
 }
 
+namespace {
+
+void flatten(const YAML::Node& node, const std::string& path, std::map<std::string, std::string>* out) {
+  const auto below = [&](const std::string& key) { return path.empty() ? key : absl::StrCat(path, ".", key); };
+  if (node.IsMap()) {
+    for (const auto& item : node) flatten(item.second, below(item.first.as<std::string>()), out);
+  } else if (node.IsSequence()) {
+    for (size_t i = 0; i < node.size(); ++i) flatten(node[i], below(absl::StrCat(i)), out);
+  } else {
+    (*out)[path] = node.IsNull() ? "" : node.as<std::string>();
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> config_changes(const std::string& before, const std::string& after) {
+  std::map<std::string, std::string> was, is;
+  try {
+    flatten(YAML::Load(before), "", &was);
+    flatten(YAML::Load(after), "", &is);
+  } catch (const YAML::Exception&) {
+    return {};
+  }
+  for (const auto& [key, value] : was) is.try_emplace(key, "(nothing)");
+  std::vector<std::string> out;
+  for (const auto& [key, value] : is) {
+    const auto old = was.find(key);
+    const std::string& then = old == was.end() ? "(nothing)" : old->second;
+    if (then != value) out.push_back(absl::StrCat(key, ": ", then, " -> ", value));
+  }
+  return out;
+}
+
 absl::Status write_resolved_config(const Job& job) {
   const std::string path = job.shared.run_directory() + "/config.yaml";
+  if (std::ifstream previous(path); previous.good()) {
+    const std::string before{std::istreambuf_iterator<char>(previous), {}};
+    for (const std::string& change : config_changes(before, job.resolved)) {
+      std::fprintf(stderr, "%s: changed since this run was last started: %s\n", path.c_str(), change.c_str());
+    }
+  }
   std::ofstream file(path);
   file << job.resolved;
   file.close();

@@ -43,7 +43,10 @@ void fix_addresses(Job& job);
 
 // Makes the run's directories and, when it is not there yet, the model.
 absl::Status prepare_run(const Job& job);
+// As <run directory>/config.yaml; says on stderr what is not as it was when the run was last started.
 absl::Status write_resolved_config(const Job& job);
+// "rl.max_staleness: 1 -> 2", one line a value, of two YAML texts; nothing when one of them cannot be read.
+std::vector<std::string> config_changes(const std::string& before, const std::string& after);
 
 // Logger and /metrics of a role.
 absl::StatusOr<Logger> open_log(const Job& job, const std::string& role);

@@ -74,5 +74,12 @@ TEST(FixAddresses, EveryRoleFindsTheOthers) {
   EXPECT_EQ(job->rollout.learner_address, "far:9");  // what the file names stays
 }
 
+TEST(ConfigChanges, NamesEachValueThatDiffers) {
+  EXPECT_EQ(config_changes("{a: 1, b: {c: x, d: [1, 2]}, gone: 3}", "{a: 1, b: {c: y, d: [1, 4]}, fresh: ~}"),
+            (std::vector<std::string>{"b.c: x -> y", "b.d.1: 2 -> 4", "fresh: (nothing) -> ", "gone: 3 -> (nothing)"}));
+  EXPECT_TRUE(config_changes("{a: 1}", "{a: 1}").empty());
+  EXPECT_TRUE(config_changes("{a: [", "{a: 1}").empty());
+}
+
 }  // namespace
 }  // namespace slipstream::cli

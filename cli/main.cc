@@ -1,6 +1,8 @@
 // slipstream: one binary, one subcommand a task.
+#include <algorithm>
 #include <cstdio>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/commands.h"
@@ -31,6 +33,13 @@ int main(int argc, char** argv) {
   for (const Command& command : commands) {
     CLI::App* sub = app.add_subcommand(command.name, command.help);
     runs.emplace_back(sub, command.add(*sub));
+  }
+  const auto named = [&](const Command& command) { return std::string_view(argv[1]) == command.name; };
+  if (argc > 1 && argv[1][0] != '-' && std::none_of(std::begin(commands), std::end(commands), named)) {
+    std::fprintf(stderr, "slipstream: %s: no such command, expected one of", argv[1]);
+    for (const Command& command : commands) std::fprintf(stderr, " %s", command.name);
+    std::fprintf(stderr, " (slipstream --help)\n");
+    return 2;
   }
   try {
     app.parse(argc, argv);

@@ -1,6 +1,7 @@
 // slipstream gateway, rollout and learner: the roles of `slipstream run` in processes of their own, from the same file.
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 
 #include "cli/commands.h"
 #include "cli/environments.h"
@@ -18,18 +19,18 @@ namespace {
 
 struct RoleFlags {
   JobFlags job;
-  std::string metrics_address;
-  std::string address;
-  std::string worker_id;
+  std::optional<std::string> metrics_address;
+  std::optional<std::string> address;
+  std::optional<std::string> worker_id;
 };
 
 absl::Status check_flags(const RoleFlags& flags) {
   const auto refuse = [](const char* flag, const std::string& problem) {
     return problem.empty() ? absl::OkStatus() : absl::InvalidArgumentError(absl::StrCat(flag, ": ", problem));
   };
-  if (!flags.metrics_address.empty()) RETURN_IF_ERROR(refuse("--metrics-address", address_problem(flags.metrics_address, 0)));
-  if (!flags.address.empty()) RETURN_IF_ERROR(refuse("--address", address_problem(flags.address, 0)));
-  if (!flags.worker_id.empty()) RETURN_IF_ERROR(refuse("--worker-id", name_problem(flags.worker_id)));
+  if (flags.metrics_address) RETURN_IF_ERROR(refuse("--metrics-address", address_problem(*flags.metrics_address, 0)));
+  if (flags.address) RETURN_IF_ERROR(refuse("--address", address_problem(*flags.address, 0)));
+  if (flags.worker_id) RETURN_IF_ERROR(refuse("--worker-id", name_problem(*flags.worker_id)));
   return absl::OkStatus();
 }
 
@@ -41,15 +42,13 @@ absl::StatusOr<Job> read_role(const RoleFlags& flags) {
   return job;
 }
 
-const std::string& choose(const std::string& flag, const std::string& config) { return flag.empty() ? config : flag; }
-
 absl::Status run_gateway(const RoleFlags& flags) {
   SignalStop signals;
   ASSIGN_OR_RETURN(Job job, read_role(flags));
   RETURN_IF_ERROR(write_resolved_config(job));
   ASSIGN_OR_RETURN(const Logger log, open_log(job, "gateway"));
   Metrics metrics;
-  RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.gateway_metrics_address), log));
+  RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.gateway_metrics_address), log));
   const auto fail = [&signals](absl::Status why) { signals.fail(std::move(why)); };
   ASSIGN_OR_RETURN(const Environments environments, start_environments(job, log, fail));
   ASSIGN_OR_RETURN(const std::unique_ptr<gateway::Gateway> gateway,
@@ -64,11 +63,11 @@ absl::Status run_gateway(const RoleFlags& flags) {
 absl::Status run_rollout(const RoleFlags& flags) {
   SignalStop signals;
   ASSIGN_OR_RETURN(Job job, read_role(flags));
-  if (!flags.worker_id.empty()) job.rollout.engine.worker_id = flags.worker_id;
-  if (!flags.address.empty()) job.rollout.address = flags.address;
+  job.rollout.engine.worker_id = flags.worker_id.value_or(job.rollout.engine.worker_id);
+  job.rollout.address = flags.address.value_or(job.rollout.address);
   ASSIGN_OR_RETURN(const Logger log, open_log(job, job.rollout.engine.worker_id == "worker-0" ? "rollout" : "rollout-" + job.rollout.engine.worker_id));
   Metrics metrics;
-  RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.rollout_metrics_address), log));
+  RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.rollout_metrics_address), log));
   ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, log,
                                                  [&signals](absl::Status why) { signals.fail(std::move(why)); }));
   std::printf("rollout worker %s at %s\n", job.rollout.engine.worker_id.c_str(), worker->address().c_str());
@@ -96,7 +95,7 @@ absl::Status run_learner(const RoleFlags& flags) {
     ASSIGN_OR_RETURN(Job job, read_role(flags));
     ASSIGN_OR_RETURN(const Logger log, open_log(job, root ? "learner" : absl::StrCat("learner-", group.rank())));
     Metrics metrics;
-    if (root) RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.learner_metrics_address), log));
+    if (root) RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.learner_metrics_address), log));
     ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
                      learner::Learner::create(job.learner, job.shared, group, metrics, log));
     if (root) std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());

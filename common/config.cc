@@ -138,6 +138,7 @@ absl::Status ConfigNode::override_value(const std::string& assignment) {
   }
   try {
     const YAML::Node value = load_one(assignment.substr(equals + 1));
+    if (value.IsNull()) return refuse("no value; an empty text is '\"\"'");
     if (!mapping_->yaml.IsMap()) mapping_->yaml = YAML::Node(YAML::NodeType::Map);
     YAML::Node node = mapping_->yaml;
     for (size_t i = 0; i + 1 < path.size(); ++i) {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "common/hash.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::examples {
@@ -24,20 +25,12 @@ struct Operation {
   int64_t result() const { return apply(a, op, b); }
 };
 
-// The same problem for the same instance, on every machine: splitmix64 (Steele et al. 2014) spreads it.
-uint64_t spread(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 class CalculatorTask final : public EpisodicTask {
  public:
   explicit CalculatorTask(int num_operations) : num_operations_(num_operations) {}
 
   v1::ResetResponse reset(uint64_t instance) override {
-    const uint64_t bits = spread(instance);
+    const uint64_t bits = splitmix64(instance);  // the same problem for the same instance, on every machine
     operations_.push_back({static_cast<int64_t>(bits % 1000), "+-*"[(bits >> 20) % 3],
                            static_cast<int64_t>((bits >> 24) % 1000)});
     std::string question =

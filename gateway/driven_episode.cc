@@ -27,7 +27,7 @@ bool is_demonstration(const EpisodePlan& plan) { return plan.kind == v1::TRAJECT
 }  // namespace
 
 DrivenEpisode::DrivenEpisode(const GatewayConfig& config, EngineClient& engine, EnvironmentClient& environment,
-                             const model::ChatFormat& format, EpisodePlan plan, std::string episode_id, Logger log)
+                             const model::ChatFormat& format, EpisodePlan plan, std::string episode_id)
     : config_(config),
       engine_(engine),
       environment_(environment),
@@ -35,7 +35,6 @@ DrivenEpisode::DrivenEpisode(const GatewayConfig& config, EngineClient& engine, 
       plan_(std::move(plan)),
       episode_id_(std::move(episode_id)),
       sampling_(default_sampling(config, plan_.sampling_seed)),
-      log_(std::move(log)),
       start_time_us_(now_us()) {}
 
 absl::Status DrivenEpisode::run(std::stop_token stop) {
@@ -136,7 +135,7 @@ absl::Status DrivenEpisode::end(v1::FinishReason reason) {
 
 absl::Status DrivenEpisode::end_badly(v1::FinishReason reason, const absl::Status& why) {
   if (absl::IsCancelled(why)) return why;
-  log_->warn("episode {}: {}: {}", plan_.rollout_id, v1::FinishReason_Name(reason), std::string(why.message()));
+  failure_ = why;
   return end(reason);
 }
 

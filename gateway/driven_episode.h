@@ -21,13 +21,14 @@ class DrivenEpisode {
   // episode_id names it to environment and engine: unlike the rollout id it is new for each attempt, so that what a service
   // remembers of an attempt that was lost does not answer this one.
   DrivenEpisode(const GatewayConfig& config, EngineClient& engine, EnvironmentClient& environment,
-                const model::ChatFormat& format, EpisodePlan plan, std::string episode_id, Logger log);
+                const model::ChatFormat& format, EpisodePlan plan, std::string episode_id);
 
   // OK: it is over, well or badly, and trajectory() says how. Cancelled: stop was requested.
   absl::Status run(std::stop_token stop);
   v1::Trajectory trajectory() const;
 
   v1::FinishReason finish_reason() const { return finish_reason_; }
+  const absl::Status& failure() const { return failure_; }  // what ended it badly
   int64_t environment_time_us() const { return environment_time_us_; }
   int64_t engine_time_us() const { return engine_time_us_; }
   int64_t non_finite_logprobs() const { return session_ ? session_->non_finite_logprobs() : 0; }
@@ -51,12 +52,12 @@ class DrivenEpisode {
   const EpisodePlan plan_;
   const std::string episode_id_;
   const v1::Sampling sampling_;
-  const Logger log_;
   const int64_t start_time_us_;
   std::optional<Session> session_;
   double reward_ = 0;
   std::map<std::string, double> reward_parts_;
   v1::FinishReason finish_reason_ = v1::FINISH_REASON_ABORTED;
+  absl::Status failure_;
   int64_t environment_time_us_ = 0, engine_time_us_ = 0;
 };
 

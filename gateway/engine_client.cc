@@ -123,8 +123,10 @@ absl::StatusOr<Generation> EngineClient::generate(const v1::GenerateRequest& req
       continue;
     }
     if (!is_loss(status)) return named(*worker, status);
-    log_->warn("session {}: worker {} was lost after {} tokens: {}", request.session_id(), worker->id, reply.ids.size(),
-               std::string(status.message()));
+    if (const std::optional<std::string> more = losses_.pass()) {
+      log_->warn("session {}: worker {} was lost after {} tokens: {}; going on elsewhere{}", request.session_id(), worker->id,
+                 reply.ids.size(), std::string(status.message()), *more);
+    }
     pool_.suspect(*worker);
     if (got > 0) {
       // What it may have sent last completes the reply.

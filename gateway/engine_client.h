@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "common/log.h"
 #include "common/status.h"
+#include "common/throttle.h"
 #include "gateway/session.h"
 #include "gateway/worker_pool.h"
 #include "slipstream/v1/rollout.pb.h"
@@ -49,6 +50,7 @@ class EngineClient {
   WorkerPool& pool_;
   const Logger log_;
   const std::unique_ptr<Connections> connections_;
+  Throttle losses_{absl::Seconds(5)};
 };
 
 }  // namespace slipstream::gateway

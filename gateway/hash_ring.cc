@@ -2,17 +2,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/check.h"
+#include "common/hash.h"
 
 namespace slipstream::gateway {
 
-uint64_t stable_hash(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  // FNV leaves the high bits of short keys alike: the finaliser of SplitMix64 spreads them.
-  hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9;
-  hash = (hash ^ (hash >> 27)) * 0x94d049bb133111eb;
-  return hash ^ (hash >> 31);
-}
+// FNV leaves the high bits of short keys alike.
+uint64_t stable_hash(std::string_view text) { return mix64(fnv1a(text)); }
 
 void HashRing::add(const std::string& node) {
   if (!nodes_.insert(node).second) return;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "common/check.h"
 #include "proto/words.h"
@@ -9,6 +10,7 @@
 namespace slipstream::gateway {
 namespace {
 
+constexpr int64_t kDrought = 32;  // groups, a power of two
 constexpr int64_t kTrajectoryBytesMax = (int64_t{1} << 30) - (1 << 10);  // of the log and of protobuf
 
 }  // namespace
@@ -416,9 +418,10 @@ GroupDecision Ledger::decide_group(const Group& group) const {
 void Ledger::complete(Group& group) {
   const uint64_t number = group.info.group_number();
   const GroupDecision decision = decide_group(group);
-  if (decision.alive) return;
+  if (decision.alive) return tell_of_drought(nullptr);
   Settled settled;
   drop(group, decision, &settled);
+  tell_of_drought(&group);
   count_group(group, decision.outcome);
   append_settled(settled);
   if (close_if_settled(number)) forget_segments();
@@ -430,6 +433,27 @@ void Ledger::drop(Group& group, const GroupDecision& decision, Settled* settled)
     (*settled)[reason].add_rollout_ids(rollout_id(group, index));
     settle(group, index, reason);
   }
+}
+
+// A learner that gets nothing waits for hours: whoever looks at the log must find out why. `dropped`: the group that left
+// nothing; null: one that did.
+void Ledger::tell_of_drought(const Group* dropped) {
+  if (dropped == nullptr) {
+    drought_ = 0;
+    drought_reasons_.clear();
+    return;
+  }
+  for (const Member& member : dropped->members) {
+    if (!member.drop_reason.empty()) ++drought_reasons_[member.drop_reason];
+  }
+  if (++drought_ < kDrought || (drought_ & (drought_ - 1)) != 0) return;  // at powers of two
+  const auto line = [](std::string* out, const auto& reason) { absl::StrAppend(out, reason.second, " ", reason.first); };
+  logger_->warn("the last {} groups left the learner nothing; their trajectories were dropped: {}{}", drought_,
+                absl::StrJoin(drought_reasons_, ", ", line),
+                drought_reasons_.contains("zero_variance")
+                    ? " (zero_variance: all rewards of a group are equal, which teaches GRPO nothing; a longer warm-up, easier "
+                      "tasks or gateway.drop_zero_variance: false help)"
+                    : "");
 }
 
 // With repair: refill an excluded episode is run again instead of leaving a gap.

@@ -165,6 +165,7 @@ class Ledger : public EpisodeSource {
   bool close_if_settled(uint64_t group_number) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void forget_segments() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void count_group(Group& group, const std::string& outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void tell_of_drought(const Group* dropped) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // `done` gets the positions of `records`, without the owed ones written along.
   uint32_t append(std::vector<Record> records, TrajectoryLog::Done done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void append_settled(const Settled& settled) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -214,6 +215,9 @@ class Ledger : public EpisodeSource {
   std::set<std::pair<uint64_t, int>> planned_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_group_number_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t running_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Groups in a row that left the learner nothing, and why, by trajectory.
+  int64_t drought_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, int64_t> drought_reasons_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, v1::RewardTotal> rewards_ ABSL_GUARDED_BY(mutex_);  // by task
   v1::Counts counts_ ABSL_GUARDED_BY(mutex_);          // produced, trained, dropped
   std::vector<Record> owed_ ABSL_GUARDED_BY(mutex_);   // records a full disk did not take; next append takes them along

@@ -73,7 +73,7 @@ bool Orchestrator::run(const EpisodePlan& plan, const std::string& episode_id) {
     source_.cancel(plan);
     return false;
   }
-  DrivenEpisode episode(config_, engine_, *environment->second, format_, plan, episode_id, log_);
+  DrivenEpisode episode(config_, engine_, *environment->second, format_, plan, episode_id);
   const absl::Status status = episode.run(stop_.get_token());
   environment_time_us_ += episode.environment_time_us();
   engine_time_us_ += episode.engine_time_us();
@@ -83,6 +83,12 @@ bool Orchestrator::run(const EpisodePlan& plan, const std::string& episode_id) {
   }
   if (episode.non_finite_logprobs() > 0) {
     metrics_.add(metric::kNonFiniteLogprobs, static_cast<double>(episode.non_finite_logprobs()));
+  }
+  if (!episode.failure().ok()) {
+    if (const std::optional<std::string> more = failures_.pass()) {
+      log_->warn("episode {}: {}: {}{}", plan.rollout_id, rpc::word_of(episode.finish_reason()),
+                 std::string(episode.failure().message()), *more);
+    }
   }
   hand_over(plan, [&] { return episode.trajectory(); });
   return !rpc::is_failure(episode.finish_reason());

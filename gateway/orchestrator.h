@@ -10,6 +10,7 @@
 
 #include "common/log.h"
 #include "common/metrics.h"
+#include "common/throttle.h"
 #include "gateway/config.h"
 #include "gateway/driven_episode.h"
 #include "gateway/engine_client.h"
@@ -50,6 +51,7 @@ class Orchestrator {
   Metrics& metrics_;
   const Logger log_;
   const std::string life_;  // tells episode ids of this life from those before
+  Throttle failures_{absl::Seconds(5)};
   std::atomic<int64_t> environment_time_us_ = 0, engine_time_us_ = 0;
   std::stop_source stop_;
   std::vector<std::jthread> threads_;

@@ -5,15 +5,10 @@
 
 #include "absl/strings/str_join.h"
 #include "common/check.h"
+#include "common/hash.h"
 
 namespace slipstream::gateway {
 namespace {
-
-uint64_t mix(uint64_t x) {  // splitmix64's finaliser: Steele, Lea, Flood 2014
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 // 0 .. n-1, or any 63 bits for n = 0 (so that an environment may keep it in a signed integer).
 uint64_t bounded(uint64_t hash, uint64_t n) {
@@ -25,9 +20,9 @@ uint64_t bounded(uint64_t hash, uint64_t n) {
 }  // namespace
 
 uint64_t counter_hash(uint64_t seed, std::string_view purpose, std::initializer_list<uint64_t> counters) {
-  uint64_t state = mix(seed + 0x9e3779b97f4a7c15u);
-  for (const char c : purpose) state = mix(state + 0x9e3779b97f4a7c15u + static_cast<uint8_t>(c));
-  for (const uint64_t counter : counters) state = mix(state + 0x9e3779b97f4a7c15u + mix(counter + 0x632be59bd9b4e019u));
+  uint64_t state = splitmix64(seed);
+  for (const char c : purpose) state = splitmix64(state + static_cast<uint8_t>(c));
+  for (const uint64_t counter : counters) state = splitmix64(state + mix64(counter + 0x632be59bd9b4e019u));
   return state;
 }
 

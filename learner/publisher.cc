@@ -56,4 +56,9 @@ int32_t Publisher::policy_version() const {
   return newest_ == nullptr ? -1 : newest_->policy_version;
 }
 
+int64_t Publisher::waiting() const {
+  const absl::MutexLock lock(&mutex_);
+  return static_cast<int64_t>(waiters_.size());
+}
+
 }  // namespace slipstream::learner

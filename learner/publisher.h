@@ -40,6 +40,7 @@ class Publisher {
   void close();
 
   int32_t policy_version() const;  // -1: nothing published
+  int64_t waiting() const;         // how many wait
 
  private:
   struct Waiter {

@@ -113,7 +113,7 @@ WeightsServer::WeightsServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)
 
 WeightsServer::~WeightsServer() {
   impl_->publisher.close();
-  impl_->server.server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(200));
+  impl_->server.server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(1));
 }
 
 const std::string& WeightsServer::address() const { return impl_->server.address; }

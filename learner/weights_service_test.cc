@@ -163,6 +163,8 @@ TEST_F(WeightsServiceTest, EndsWaitingAndBrokenReadersAtShutdown) {
     context.TryCancel();
     EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
+  // A call that gRPC has not yet handed over when the server shuts down is cut, not answered.
+  while (publisher.waiting() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   server.reset();
   waiting.join();
   EXPECT_EQ(waited.status.error_code(), grpc::StatusCode::UNAVAILABLE) << waited.status.error_message();

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "common/check.h"
+#include "common/hash.h"
 #include "kernels/bf16.h"
 
 namespace slipstream::model {
@@ -13,20 +14,6 @@ namespace {
 using kernels::bf16;
 using kernels::DType;
 using kernels::Tensor;
-
-// FNV-1a: absl::Hash changes from process to process.
-uint64_t hash_name(std::string_view name) {
-  uint64_t hash = 0xcbf29ce484222325ull;
-  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
-  return hash;
-}
-
-// The finaliser of SplitMix64: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195.
-uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
 
 // c0 + x c1 + x^2 c2 + ...
 constexpr double horner(double, double c0) { return c0; }
@@ -63,7 +50,7 @@ double cos_turns(double turns) {  // cos(2 pi turns), turns in [0, 1)
 }
 
 float standard_normal(uint64_t key, int64_t i) {
-  const uint64_t hash = mix(key ^ mix(static_cast<uint64_t>(i) + 0x9e3779b97f4a7c15ull));
+  const uint64_t hash = mix64(key ^ splitmix64(static_cast<uint64_t>(i)));
   // 40 bits for the radius, which then reaches sqrt(80 log 2) = 7.45, and 24 for the angle.
   constexpr uint64_t kOne = 0x3ff0000000000000ull;
   const double uniform = 2.0 - std::bit_cast<double>(kOne | (hash >> 24) << 12);        // in (0, 1]
@@ -86,7 +73,7 @@ void init_normal(const NormalInit& init, const Tensor& dst, kernels::Stream& str
   CHECK(dst.device() == kernels::Device{});
   CHECK(dst.dtype() == DType::kF32 || dst.dtype() == DType::kBf16);
   CHECK_GE(init.std, 0.0f);
-  const uint64_t key = mix(mix(init.seed) ^ hash_name(init.name));
+  const uint64_t key = mix64(mix64(init.seed) ^ fnv1a(init.name));
   const int last = dst.rank() - 1;
   const int64_t row_size = dst.size(last);
   if (dst.numel() == 0) return;

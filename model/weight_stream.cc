@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common/crc32c.h"
+#include "common/hash.h"
 #include "model/stored_dtype.h"
 
 namespace slipstream::model {
@@ -23,37 +24,22 @@ int64_t travel_bytes(const Parameter& parameter, DType matrices) {
   return parameter.numel() * kernels::size_of(travel_dtype(parameter, matrices));
 }
 
-// FNV-1a, 64 bit; every field ends in something no field contains or has a fixed length.
-class Hash {
- public:
-  void bytes(std::string_view data) {
-    for (const char c : data) value_ = (value_ ^ static_cast<uint8_t>(c)) * 0x100000001b3ull;
-  }
-  void number(int64_t n) {
-    for (int shift = 0; shift < 64; shift += 8) {
-      value_ = (value_ ^ static_cast<uint8_t>(static_cast<uint64_t>(n) >> shift)) * 0x100000001b3ull;
-    }
-  }
-  uint64_t value() const { return value_; }
-
- private:
-  uint64_t value_ = 0xcbf29ce484222325ull;
-};
-
 }  // namespace
 
 uint64_t shape_hash(const std::vector<WeightStore::Entry>& entries, DType matrices) {
-  Hash hash;
+  // Every field ends in something no field contains or has a fixed length.
+  uint64_t hash = fnv1a("");
+  const auto number = [&](int64_t n) { hash = fnv1a({reinterpret_cast<const char*>(&n), sizeof n}, hash); };
   for (const WeightStore::Entry& entry : entries) {
     const Parameter& p = entry.parameter;
-    hash.bytes(p.name);
-    hash.number(-1);
-    hash.number(static_cast<int64_t>(p.shape.size()));
-    for (const int64_t size : p.shape) hash.number(size);
-    hash.bytes(kernels::name_of(travel_dtype(p, matrices)));
-    hash.number(-1);
+    hash = fnv1a(p.name, hash);
+    number(-1);
+    number(static_cast<int64_t>(p.shape.size()));
+    for (const int64_t size : p.shape) number(size);
+    hash = fnv1a(kernels::name_of(travel_dtype(p, matrices)), hash);
+    number(-1);
   }
-  return hash.value();
+  return hash;
 }
 
 WeightStreamHeader weight_stream_header(const WeightStore& weights, DType matrices) {

@@ -35,11 +35,13 @@ absl::Status check_engine_config(const EngineConfig& config) {
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engine,
                                                        const model::ModelConfig& config, Weights weights,
-                                                       int32_t policy_version, Metrics& metrics, Logger log) {
+                                                       int32_t policy_version, Metrics& metrics, Logger log,
+                                                       std::function<void(absl::Status)> on_diverged) {
   RETURN_IF_ERROR(check_engine_config(engine));
   const kernels::DType dtype = weights->dtype();
   std::unique_ptr<Engine> out(
       new Engine(engine, config, std::move(weights), policy_version, metrics, std::move(log)));
+  out->on_diverged_ = std::move(on_diverged);
   ASSIGN_OR_RETURN(out->stream_, kernels::Stream::create_cpu(engine.threads));
   ASSIGN_OR_RETURN(out->model_, model::Model::create(config));
   ASSIGN_OR_RETURN(out->cache_,
@@ -347,10 +349,14 @@ void Engine::sample(const std::vector<Piece>& pieces, const Tensor& hidden, mode
 
 void Engine::deliver(Generation& g, int32_t id, float logprob, bool truncated, absl::Time now) {
   if (id < 0) {
-    log_->error("request {}: the logits of token {} are not finite numbers (policy version {})",
-                g.request.request_id, g.tokens(), policy_version_);
-    end(g.handle,
-        absl::DataLossError(absl::StrCat("the logits of token ", g.tokens(), " are not finite numbers")));
+    const absl::Status diverged = absl::DataLossError(
+        absl::StrCat("policy version ", policy_version_, ": the logits of token ", g.tokens(), " are not finite numbers"));
+    if (diverged_version_ != policy_version_) {  // once: every other sequence will say the same
+      diverged_version_ = policy_version_;
+      log_->error("request {}: {}", g.request.request_id, std::string(diverged.message()));
+      if (on_diverged_) on_diverged_(diverged);
+    }
+    end(g.handle, diverged);
     return;
   }
   if (g.sampled() == 0) {

@@ -52,10 +52,12 @@ class Engine {
  public:
   using Weights = std::shared_ptr<const model::WeightStore>;
 
-  // weights are those of `config`. InvalidArgument names the field of EngineConfig.
+  // weights are those of `config`. InvalidArgument names the field of EngineConfig. on_diverged (may be null; from the
+  // engine's thread): the logits of a version were not finite numbers for the first time, DATA_LOSS with its number.
   static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine,
                                                         const model::ModelConfig& config, Weights weights,
-                                                        int32_t policy_version, Metrics& metrics, Logger log);
+                                                        int32_t policy_version, Metrics& metrics, Logger log,
+                                                        std::function<void(absl::Status)> on_diverged = nullptr);
   ~Engine();
 
   // Takes a request and returns its handle; from then on the sink will be told. On an error it is not:
@@ -119,6 +121,8 @@ class Engine {
   Weights weights_;
   std::optional<model::WeightPanels> panels_;  // of weights_
   int32_t policy_version_ = 0;
+  int32_t diverged_version_ = -1;  // the last one that gave logits that are no numbers
+  std::function<void(absl::Status)> on_diverged_;
   int64_t generated_tokens_ = 0;
   double idle_seconds_ = 0.0;
 

@@ -68,7 +68,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
                    model::load_weights(config.model.path, config.model.dtype, *stream));
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   ASSIGN_OR_RETURN(impl->engine,
-                   Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log));
+                   Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
   ASSIGN_OR_RETURN(impl->service, WorkerService::start(config.address, *impl->engine, log));
   const auto foreign = [path = config.model.path, on_failure](const absl::Status& status) {
     if (!on_failure) return;

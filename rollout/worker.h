@@ -34,7 +34,7 @@ class Worker {
 
   // Loads the checkpoint as policy version 0 and starts everything. Does not wait for gateway or learner.
   // Errors: those of load_weights, Engine::create, and UNAVAILABLE when the address cannot be bound.
-  // on_failure (may be null; from another thread, outlives the worker): what no waiting mends, the learner
+  // on_failure (may be null; from another thread, outlives the worker): what no waiting mends: the learner
   // trains another model than model.path.
   static absl::StatusOr<std::unique_ptr<Worker>> start(const Config& config, Metrics& metrics, Logger log,
                                                        std::function<void(absl::Status)> on_failure = nullptr);

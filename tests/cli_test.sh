@@ -5,6 +5,7 @@ set -u
 slipstream=$1
 fixtures=$2
 toy_training=$3
+root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failures=0
@@ -15,7 +16,7 @@ expect_output() {
   local pattern=$1; shift
   local out
   out=$("$@" 2>"$work/stderr") || { fail "$* failed: $(cat "$work/stderr")"; return; }
-  grep -qE "$pattern" <<<"$out" || fail "$*: no match for $pattern in: $out"
+  grep -qE -e "$pattern" <<<"$out" || fail "$*: no match for $pattern in: $out"
 }
 # expect_error CODE PATTERN COMMAND...: fails with this code and one matching line on stderr.
 expect_error() {
@@ -23,7 +24,7 @@ expect_error() {
   "$@" >"$work/stdout" 2>"$work/stderr"
   local got=$?
   [ "$got" -eq "$code" ] || fail "$*: exit code $got, expected $code: $(cat "$work/stderr")"
-  grep -qE "$pattern" "$work/stderr" || fail "$*: no match for $pattern in: $(cat "$work/stderr")"
+  grep -qE -e "$pattern" "$work/stderr" || fail "$*: no match for $pattern in: $(cat "$work/stderr")"
   [ "$code" -ne 1 ] || [ "$(wc -l <"$work/stderr")" -eq 1 ] || fail "$*: expected one line, got: $(cat "$work/stderr")"
 }
 
@@ -62,6 +63,9 @@ expect_error 1 '\-\-ids: 1025 tokens, .*max_position_embeddings 1024' "$slipstre
 expect_error 2 'required' "$slipstream" logprobs --ids 5
 expect_error 2 'not expected' "$slipstream" inspect glm5 --surprise
 expect_error 1 'nope: no such file, nor one of the presets' "$slipstream" inspect nope
+expect_error 2 'slipstream: isnpect: no such command, expected one of run ' "$slipstream" isnpect nope
+expect_error 1 "--worker-id: " "$slipstream" rollout -c "$root/configs/quickstart.yaml" --worker-id ""
+expect_error 1 "--set rl.max_staleness=: no value" "$slipstream" run -c "$root/configs/quickstart.yaml" --set rl.max_staleness=
 expect_error 1 'nope/config.json|nope: cannot be opened' "$slipstream" logprobs --model "$work/nope" --ids 5
 expect_error 1 '\-\-ids: "5,x", expected token ids' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,x
 expect_error 1 '\-\-ids: 100000, expected ids in 0..287' "$slipstream" logprobs --model "$work/flash-tiny" --ids 5,100000

@@ -4,7 +4,7 @@ An environment needs nothing of Slipstream but proto/slipstream/v1/{environment,
 code from them when it starts, implements the four calls, and lets reasoning-gym make the problems and score the answers.
 Every dataset is a task; an instance is an entry's index; the solution is the entry's answer.
 
-    apt-get install python3-grpcio python3-protobuf python3-venv protobuf-compiler protobuf-compiler-grpc
+    apt-get install python3-venv python3-grpcio python3-protobuf protobuf-compiler protobuf-compiler-grpc
     python3 -m venv --system-site-packages venv && venv/bin/pip install reasoning-gym
     venv/bin/python examples/python/reasoning_gym_env.py --datasets chain_sum,leg_counting --address 127.0.0.1:7001
     slipstream check-env 127.0.0.1:7001        # does it keep the rules?

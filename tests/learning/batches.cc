@@ -2,19 +2,13 @@
 
 #include <cmath>
 
+#include "common/hash.h"
+
 namespace slipstream::learner::testing {
 namespace {
 
-// A fixed number for every argument.
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
-
 v1::Trajectory make_trajectory(const BatchShape& shape, int64_t vocab, uint64_t number, int index) {
-  const uint64_t key = mix(number * 1000 + static_cast<uint64_t>(index));
+  const uint64_t key = splitmix64(number * 1000 + static_cast<uint64_t>(index));
   v1::Trajectory out;
   out.set_rollout_id(absl::StrCat("run-g", number, "-", index));
   out.set_group_id(absl::StrCat("run-g", number));
@@ -38,9 +32,9 @@ v1::Trajectory make_trajectory(const BatchShape& shape, int64_t vocab, uint64_t 
   span->set_kind(v1::SPAN_KIND_ACTION);
   span->set_length(actions);
   for (int i = 0; i < shape.prompt_tokens + actions; ++i) {
-    const uint64_t of = i < shape.prompt_tokens ? mix(number) : key;  // members of a group share the prompt
+    const uint64_t of = i < shape.prompt_tokens ? splitmix64(number) : key;  // members of a group share the prompt
     sample.add_ids(
-        static_cast<int32_t>(mix(of + static_cast<uint64_t>(i) * 77) % static_cast<uint64_t>(vocab)));
+        static_cast<int32_t>(splitmix64(of + static_cast<uint64_t>(i) * 77) % static_cast<uint64_t>(vocab)));
   }
   for (int i = 0; i < actions; ++i) {
     sample.add_action_logprobs(-2.0f);
