@@ -28,6 +28,9 @@ struct IndexerSelect {
   Tensor counts;        // out  [T] i32
 };
 
+// What the CUDA form takes: heads Hi and channels Di.
+constexpr int64_t kIndexerHeadsCuda = 64, kIndexerWidthCuda = 256;
+
 // topk, plus pool - 1 with a tail; never more than `longest`, the tokens of the longest sequence (cached + new).
 int64_t selection_width(int64_t topk, int64_t pool, bool tail, int64_t longest);
 

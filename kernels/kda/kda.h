@@ -28,6 +28,9 @@ constexpr int64_t kKdaChunk = 16;
 // Training keeps the state at the start of every span of four chunks; the backward recomputes those between.
 constexpr int64_t kKdaSpan = 64;
 
+// Channels d_k that the CUDA form takes; its backward also d_v.
+constexpr int64_t kKdaWidthCuda = 128;
+
 // What a sequence keeps: the state at the start of its current chunk and the rows of that chunk so far. With
 // p tokens seen, p % kKdaChunk rows are live; a full chunk is folded into the state at once.
 struct KdaState {

@@ -1,0 +1,145 @@
+#include "kernels/sparse_mla/sparse_mla.h"
+
+#include "kernels/launch_cuda.h"
+#include "kernels/sparse_mla/attention_backward.cuh"
+#include "kernels/sparse_mla/attention_forward.cuh"
+
+namespace slipstream::kernels {
+namespace {
+
+unsigned runs_of(const Attention& args, int64_t heads_a_block) {
+  const int64_t group = args.q.size(1) / args.kv_heads;
+  return static_cast<unsigned>(args.kv_heads * ((group + heads_a_block - 1) / heads_a_block));
+}
+
+// f is called with the compile-time number of columns a lane owns.
+template <class F>
+void for_columns(int64_t width, F&& f) {
+  if (width <= 4 * kWarp) return f(std::integral_constant<int, 4>());
+  CHECK_LE(width, 20 * kWarp);  // validate()
+  f(std::integral_constant<int, 20>());
+}
+
+// f is called with the dtypes of activations and stores.
+template <class F>
+void for_dtypes(const Attention& args, F&& f) {
+  with_type(args.q.dtype(), [&](auto x) { with_type(args.keys.pool.dtype(), [&](auto k) { f(x, k); }); });
+}
+
+template <class X, class K>
+void attend_plain(const Attention& args, Stream& stream) {
+  const AttentionView<X, K> view = view_of<X, K>(args);
+  const int key_pitch = fma_pitch(view.key_width), value_pitch = view.shared ? 0 : fma_pitch(view.value_width);
+  const int bytes = 4 * ((kFmaHeads + kFmaKeys) * key_pitch + kFmaKeys * value_pitch);
+  for_columns(view.value_width, [&](auto columns) {
+    const auto kernel = attend_fma<X, K, columns()>;
+    allow_shared(kernel, bytes);
+    const dim3 grid(static_cast<unsigned>(args.q.size(0)), runs_of(args, kFmaHeads));
+    kernel<<<grid, kFmaThreads, bytes, cuda_stream(stream)>>>(view);
+  });
+}
+
+// Whether this tiling has room for the shape: then it is launched.
+template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
+bool attend_tiles(const Attention& args, Stream& stream) {
+  using Shape = MmaAttention<kRowTiles, kColumnWarps, kTiles, kShared>;
+  const AttentionView<bf16, bf16> view = view_of<bf16, bf16>(args);
+  const int bytes = Shape::shared_bytes(view.key_width, view.value_width);
+  if (view.shared != kShared || view.value_width > Shape::kValueWidthMax || bytes > kSharedMax) return false;
+  const auto kernel = attend_mma<kRowTiles, kColumnWarps, kTiles, kShared>;
+  allow_shared(kernel, bytes);
+  const dim3 grid(static_cast<unsigned>(args.q.size(0)), runs_of(args, Shape::kHeads));
+  const bool query_vectors = aligned_16(args.q);
+  kernel<<<grid, Shape::kThreads, bytes, cuda_stream(stream)>>>(view, query_vectors);
+  return true;
+}
+
+// The tiling follows from heads and widths alone, never from the batch.
+bool attend_on_tensor_cores(const Attention& args, Stream& stream) {
+  const int64_t group = args.q.size(1) / args.kv_heads;
+  if (group > 32 && attend_tiles<4, 2, 32, true>(args, stream)) return true;
+  if (group > 16 && attend_tiles<2, 4, 16, true>(args, stream)) return true;
+  return attend_tiles<1, 4, 16, true>(args, stream) || attend_tiles<1, 4, 4, false>(args, stream);
+}
+
+void forward(const Attention& args, Stream& stream) {
+  if (args.q.size(0) == 0) return;
+  for_dtypes(args, [&]<class X, class K>(X, K) {
+    if constexpr (sizeof(X) == 2 && sizeof(K) == 2) {
+      if (attend_on_tensor_cores(args, stream)) return;
+    }
+    attend_plain<X, K>(args, stream);
+  });
+  check_launch("attention");
+}
+
+template <class X, class K>
+void backward(const AttentionBackward& args, Stream& stream) {
+  const Attention& forward = args.forward;
+  Arena& workspace = stream.workspace();
+  const ArenaScope scope(workspace);
+  const int64_t tokens = forward.q.size(0), heads = forward.q.size(1), kv_heads = forward.kv_heads;
+  const bool shared = args.dvalues.empty();
+  GradientView<X, K> view{};
+  view.forward = view_of<X, K>(forward);
+  view.d_o = heads_of<X>(args.d_o);
+  view.dq = heads_of<X>(args.dq);
+  const int key_width = view.forward.key_width, value_width = view.forward.value_width;
+  const Tensor key_sums = workspace.zeros(DType::kF32, {tokens, kv_heads, key_width}, stream);
+  view.key_sums = key_sums.f32();
+  if (!shared) view.value_sums = workspace.zeros(DType::kF32, {tokens, kv_heads, value_width}, stream).f32();
+
+  int64_t longest = 1;
+  for (int64_t b = 0; b < forward.sequences.count(); ++b) {
+    longest = std::max(longest, forward.sequences.end(b) - forward.sequences.begin(b));
+  }
+  view.entries = forward.indices.empty() ? longest : std::max<int64_t>(forward.indices.size(1), 1);
+  const int64_t query_bytes = 2 * heads * view.entries * 4;
+  const int64_t round = std::min(tokens, (workspace.capacity() - workspace.used() - 1024) / query_bytes);
+  CHECK_GE(round, 1);  // the workspace holds one query's probabilities
+  view.p = workspace.alloc(DType::kF32, {round * heads * view.entries}).f32();
+  view.ds = workspace.alloc(DType::kF32, {round * heads * view.entries}).f32();
+
+  const int key_pitch = fma_pitch(key_width), value_pitch = fma_pitch(value_width);
+  const int bytes = 4 * ((kFmaHeads + kFmaKeys) * key_pitch +
+                         (kFmaHeads + (shared ? 0 : kFmaKeys)) * value_pitch);
+  const auto keys_kernel = attend_backward_keys<X, K>;
+  allow_shared(keys_kernel, sizeof(GradShared));
+  const auto slices = [](int width) { return (width + kGradColumns - 1) / kGradColumns; };
+  const dim3 keys_grid(pieces_at_most(forward.sequences, kGradKeys),
+                       static_cast<unsigned>(kv_heads * (slices(key_width) + (shared ? 0 : slices(value_width)))));
+  for (int64_t first = 0; first < tokens; first += round) {
+    view.first = static_cast<int>(first);
+    view.last = static_cast<int>(std::min(first + round, tokens));
+    for_columns(key_width, [&](auto columns) {
+      const auto kernel = attend_backward_queries<X, K, columns()>;
+      allow_shared(kernel, bytes);
+      const dim3 grid(static_cast<unsigned>(view.last - view.first), runs_of(forward, kFmaHeads));
+      kernel<<<grid, kFmaThreads, bytes, cuda_stream(stream)>>>(view);
+    });
+    keys_kernel<<<keys_grid, kGradThreads, sizeof(GradShared), cuda_stream(stream)>>>(view);
+  }
+  const auto finish = [&](const float* sums, const Tensor& to, int width) {
+    const Heads<X> rows = heads_of<X>(to);
+    round_sums<X><<<static_cast<unsigned>(tokens), 256, 0, cuda_stream(stream)>>>(sums, rows, static_cast<int>(kv_heads),
+                                                                                     width);
+  };
+  finish(view.key_sums, args.dkeys, key_width);
+  if (!shared) finish(view.value_sums, args.dvalues, value_width);
+}
+
+}  // namespace
+
+template <>
+void launch_cuda<Attention>(const Attention& args, Stream& stream) {
+  forward(args, stream);
+}
+
+template <>
+void launch_cuda<AttentionBackward>(const AttentionBackward& args, Stream& stream) {
+  if (args.forward.q.size(0) == 0) return;
+  for_dtypes(args.forward, [&]<class X, class K>(X, K) { backward<X, K>(args, stream); });
+  check_launch("attention_backward");
+}
+
+}  // namespace slipstream::kernels
