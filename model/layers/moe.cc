@@ -67,7 +67,7 @@ Tensor Moe::forward(const Weights& w, const Tensor& x, const Tensor& replayed, c
   kernels::launch(kernels::SwiGlu{.gate = s.gate, .up = s.up, .y = h, .limit = limit_}, step.stream);
   s.rows = grouped_linear(step, h, w.down, s.row_begin);
   const Tensor y = config_.shared > 0 ? shared_.forward(w.shared, x, saved != nullptr ? &s.shared : nullptr, step)
-                                      : step.arena.zeros(kernels::DType::kF32, {tokens, x.size(1)});
+                                      : step.arena.zeros(kernels::DType::kF32, {tokens, x.size(1)}, step.stream);
   kernels::launch(kernels::MoeCombine{.rows = s.rows, .weights = s.weights, .slot_row = s.slot_row, .y = y},
                   step.stream);
   if (!replayed.empty() && !chosen.empty()) std::copy_n(replayed.i32(), replayed.numel(), chosen.i32());
@@ -79,7 +79,7 @@ Tensor Moe::backward(const Weights& w, const Saved& s, const Tensor& dy, Weights
   const int64_t tokens = dy.size(0);
   const Tensor dx = config_.shared > 0
                         ? shared_.backward(w.shared, s.shared, dy, dw.shared, step)
-                        : step.arena.zeros(kernels::DType::kF32, {tokens, dy.size(1)});
+                        : step.arena.zeros(kernels::DType::kF32, {tokens, dy.size(1)}, step.stream);
   const kernels::ArenaScope scope(step.arena);
   const Tensor drows = step.alloc({s.rows.size(0), s.rows.size(1)});
   const Tensor dweights = step.alloc({tokens, config_.per_token});
