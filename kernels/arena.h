@@ -38,6 +38,7 @@ class Arena {
   void release(int64_t mark);
 
   int64_t used() const { return used_; }
+  int64_t capacity() const { return capacity_; }
   int64_t peak() const { return peak_; }  // the largest used() so far, in bytes
 
  private:

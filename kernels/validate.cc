@@ -67,4 +67,8 @@ absl::Status expect_that(const Operands& op, bool condition, const char* message
   return condition ? absl::OkStatus() : absl::InvalidArgumentError(absl::StrCat(op.op(), ": ", message));
 }
 
+absl::Status expect_supported(const Operands& op, bool condition, const char* message) {
+  return condition ? absl::OkStatus() : absl::UnimplementedError(absl::StrCat(op.op(), ": ", message));
+}
+
 }  // namespace slipstream::kernels

@@ -35,6 +35,8 @@ absl::Status expect_activation(const Operands& op, const char* name, const Tenso
                                std::initializer_list<int64_t> shape);
 // InvalidArgument("op: message") unless condition.
 absl::Status expect_that(const Operands& op, bool condition, const char* message);
+// Unimplemented("op: message") unless condition: right, but nothing computes it.
+absl::Status expect_supported(const Operands& op, bool condition, const char* message);
 // Whether host code may read the tensor's values.
 inline bool on_host(const Tensor& t) { return t.device().kind == DeviceKind::kCpu; }
 
