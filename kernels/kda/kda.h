@@ -12,6 +12,8 @@
 // Chunks are aligned to absolute positions (multiples of kKdaChunk from the sequence start) and each row is
 // computed from the chunk's start state and the chunk's earlier rows with one arithmetic, whether the row
 // arrives in a prefill, in a piece of one, alone in decode or in training: the bits are the same.
+//
+// On CUDA q, k, v, o and their gradients are f32 or bf16, all of a call alike; the rest is f32.
 #pragma once
 
 #include "kernels/sequences.h"

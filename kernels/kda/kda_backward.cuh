@@ -34,6 +34,7 @@ struct KdaBackwardShared {
   ChunkRow d_query_prefix[kChunk];
   ChunkRow carried[kChunk];         // K_C, then dK_C
   float total[kKdaKeyMax], d_total[kKdaKeyMax];  // P_C, P_C dP_C
+  float beta[kChunk];
   float a[kChunk][kChunk], b[kChunk][kChunk], da[kChunk][kChunk], db[kChunk][kChunk];
 };
 static_assert(sizeof(KdaBackwardShared) <= kSharedMax);
@@ -99,7 +100,10 @@ __device__ inline void add_outer(const ChunkRow* left, const ChunkRow* scale, co
 // Rows of the chunk that starts at batch row `row`; those beyond `count` are neutral. Ends with a barrier.
 template <class X>
 __device__ void load_chunk(const KdaBackwardView<X>& view, int head, int row, int count, bool whole, KdaBackwardShared& s) {
-  for (int i = static_cast<int>(threadIdx.x); i < kChunk * 128; i += kKdaThreads) {
+  const int own = static_cast<int>(threadIdx.x);
+  if (own < kChunk) s.beta[own] = own < count ? view.beta[row + own][head] : 0.0f;
+#pragma unroll
+  for (int i = static_cast<int>(threadIdx.x); i < kChunk * 128; i += kKdaThreads) {  // many loads in flight
     const int r = i / 128, d = i % 128;
     const bool present = r < count, has_key = present && d < view.dk_width, has_value = present && d < view.dv_width;
     s.decay[r][d] = has_key ? expf(view.log_decay.at(row + r, head)[d]) : 1.0f;
@@ -127,7 +131,7 @@ __device__ void load_chunk(const KdaBackwardView<X>& view, int head, int row, in
 }
 
 // Column e of the back substitution: minus_dr = -dR, and dU in place of K_C D.
-__device__ inline void solve_column(int e, int count, const Rows<float>& beta, int row, int head, KdaBackwardShared& s) {
+__device__ inline void solve_column(int e, int count, KdaBackwardShared& s) {
   for (int j = count - 1; j >= 0; --j) {
     float sum = fmaf(s.b[j][j], s.d_o[j][e], s.d_key_prefix[j][e]);
     for (int i = j + 1; i < count; ++i) {
@@ -135,7 +139,7 @@ __device__ inline void solve_column(int e, int count, const Rows<float>& beta, i
       sum = fmaf(s.a[i][j], s.minus_dr[i][e], sum);
     }
     s.d_key_prefix[j][e] = sum;
-    s.minus_dr[j][e] = -beta[row + j][head] * sum;
+    s.minus_dr[j][e] = -s.beta[j] * sum;
   }
 }
 
@@ -215,6 +219,7 @@ __global__ void __launch_bounds__(kKdaThreads) kda_backward(const KdaBackwardVie
   for (int base = (rows - 1) / kChunk * kChunk; base >= 0 && rows > 0; base -= kChunk) {
     __syncthreads();
     const float* const from = view.span_states + (span + base / kSpan) * view.span_stride + head * view.span_head;
+#pragma unroll 16
     for (int i = thread; i < 128 * 128; i += kKdaThreads) {
       const int d = i / 128, e = i % 128;
       s.state[d][e] = d < view.dk_width && e < view.dv_width ? from[d * view.span_row + e] : 0.0f;
@@ -229,7 +234,7 @@ __global__ void __launch_bounds__(kKdaThreads) kda_backward(const KdaBackwardVie
     score_chunk<kRowPitch>(s.decay, s.key, s.query, 0, kChunk, s.a, s.b);
     rows_times(s.carried, s.d_state, s.d_key_prefix);
     __syncthreads();
-    if (thread < 128) solve_column(thread, count, view.beta, row, head, s);
+    if (thread < 128) solve_column(thread, count, s);
     __syncthreads();
     for (int i = warp; i < count; i += kKdaWarps) {
       float sum = 0.0f;

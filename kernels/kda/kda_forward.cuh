@@ -50,16 +50,21 @@ __device__ void score_chunk(const float (*decay)[kPitch], const float (*key)[kPi
     float w[kOwn];
 #pragma unroll
     for (int c = 0; c < kOwn; ++c) w[c] = key[j][lane + c * kWarp];
-    for (int i = j; i < end; ++i) {
+    int i = j;
+    for (; i < begin; ++i) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) w[c] *= i > j ? decay[i][lane + c * kWarp] : 1.0f;
+    }
+#pragma unroll 4
+    for (; i < end; ++i) {
       float to_key = 0.0f, to_query = 0.0f;
 #pragma unroll
       for (int c = 0; c < kOwn; ++c) {
         const int d = lane + c * kWarp;
-        if (i > j) w[c] *= decay[i][d];
+        w[c] *= i > j ? decay[i][d] : 1.0f;
         to_key = fmaf(key[i][d], w[c], to_key);
         to_query = fmaf(query[i][d], w[c], to_query);
       }
-      if (i < begin) continue;
       to_key = warp_sum(to_key);
       to_query = warp_sum(to_query);
       if (lane == 0) {
@@ -79,7 +84,8 @@ struct KdaShared {
   float a[kChunk][kChunk], b[kChunk][kChunk];
   float partial[2 * kChunk][kKdaWarps][kWarp];
   float products[2 * kChunk][kWarp];
-  float u[kChunk][kWarp];
+  float v[kChunk][kWarp], u[kChunk][kWarp];
+  float beta[kChunk];
 };
 
 template <class X>
@@ -120,6 +126,7 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
       }
     }
     __syncthreads();  // the chunk before is done with
+#pragma unroll
     for (int i = thread; i < kChunk * kKdaKeyMax; i += kKdaThreads) {
       const int r = i / kKdaKeyMax, d = i % kKdaKeyMax;
       float decay = 1.0f, key = 0.0f, query = 0.0f;
@@ -137,7 +144,14 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
       s.key[r][d] = key;
       s.query[r][d] = query;
     }
-    for (int r = warp; r < begin; r += kKdaWarps) s.u[r][lane] = inside ? view.cache.u_at(slot, r, head)[column] : 0.0f;
+    for (int r = warp; r < end; r += kKdaWarps) {
+      if (r < begin) {
+        s.u[r][lane] = inside ? view.cache.u_at(slot, r, head)[column] : 0.0f;
+      } else {
+        s.v[r][lane] = inside ? load(view.v.at(row + r, head) + column) : 0.0f;
+        if (lane == 0) s.beta[r] = view.beta[row + r][head];
+      }
+    }
     __syncthreads();
     if (thread < kKdaKeyMax) {
       float prefix = 1.0f;
@@ -184,10 +198,10 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
       for (int i = 0; i < kChunk; ++i) {
         u[i] = i < begin ? s.u[i][lane] : 0.0f;
         if (i < begin || i >= end) continue;
-        float r = (inside ? load(view.v.at(row + i, head) + column) : 0.0f) - s.products[i][lane];
+        float r = s.v[i][lane] - s.products[i][lane];
 #pragma unroll
         for (int j = 0; j < i; ++j) r = fmaf(-s.a[i][j], u[j], r);
-        u[i] = view.beta[row + i][head] * r;
+        u[i] = s.beta[i] * r;
         s.u[i][lane] = u[i];
         if (view.r.data != nullptr && inside) view.r.at(row + i, head)[column] = r;
       }

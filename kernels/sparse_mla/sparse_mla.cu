@@ -1,7 +1,7 @@
 #include "kernels/sparse_mla/sparse_mla.h"
 
 #include "kernels/launch_cuda.h"
-#include "kernels/sparse_mla/attention_backward.cuh"
+#include "kernels/sparse_mla/attention_backward_mma.cuh"
 #include "kernels/sparse_mla/attention_forward.cuh"
 
 namespace slipstream::kernels {
@@ -39,27 +39,45 @@ void attend_plain(const Attention& args, Stream& stream) {
   });
 }
 
-// Whether this tiling has room for the shape: then it is launched.
 template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
-bool attend_tiles(const Attention& args, Stream& stream) {
+bool has_room(const Attention& args) {
+  using Shape = MmaAttention<kRowTiles, kColumnWarps, kTiles, kShared>;
+  const bool shared = args.values.pool.raw() == args.keys.pool.raw();
+  const int key_width = static_cast<int>(args.q.size(2)), value_width = static_cast<int>(args.o.size(2));
+  return shared == kShared && value_width <= Shape::kValueWidthMax &&
+         Shape::shared_bytes(key_width, value_width) <= kSharedMax;
+}
+
+template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
+void attend_tiles(const Attention& args, Stream& stream) {
   using Shape = MmaAttention<kRowTiles, kColumnWarps, kTiles, kShared>;
   const AttentionView<bf16, bf16> view = view_of<bf16, bf16>(args);
   const int bytes = Shape::shared_bytes(view.key_width, view.value_width);
-  if (view.shared != kShared || view.value_width > Shape::kValueWidthMax || bytes > kSharedMax) return false;
   const auto kernel = attend_mma<kRowTiles, kColumnWarps, kTiles, kShared>;
   allow_shared(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(args.q.size(0)), runs_of(args, Shape::kHeads));
   const bool query_vectors = aligned_16(args.q);
   kernel<<<grid, Shape::kThreads, bytes, cuda_stream(stream)>>>(view, query_vectors);
-  return true;
 }
 
-// The tiling follows from heads and widths alone, never from the batch.
+// False where no tiling has room. How the warps share a row follows from heads and widths alone; how many rows share a
+// block changes no bits, so a small batch is spread over more blocks.
 bool attend_on_tensor_cores(const Attention& args, Stream& stream) {
+  constexpr int64_t kFewBlocks = 64;  // half of the device's multiprocessors
   const int64_t group = args.q.size(1) / args.kv_heads;
-  if (group > 32 && attend_tiles<4, 2, 32, true>(args, stream)) return true;
-  if (group > 16 && attend_tiles<2, 4, 16, true>(args, stream)) return true;
-  return attend_tiles<1, 4, 16, true>(args, stream) || attend_tiles<1, 4, 4, false>(args, stream);
+  const bool few = args.q.size(0) <= kFewBlocks;
+  if (group > 32 && has_room<4, 2, 32, true>(args)) {
+    few ? attend_tiles<1, 2, 32, true>(args, stream) : attend_tiles<4, 2, 32, true>(args, stream);
+  } else if (group > 16 && has_room<2, 4, 16, true>(args)) {
+    few ? attend_tiles<1, 4, 16, true>(args, stream) : attend_tiles<2, 4, 16, true>(args, stream);
+  } else if (has_room<1, 4, 16, true>(args)) {
+    attend_tiles<1, 4, 16, true>(args, stream);
+  } else if (has_room<1, 4, 4, false>(args)) {
+    attend_tiles<1, 4, 4, false>(args, stream);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 void forward(const Attention& args, Stream& stream) {
@@ -71,6 +89,46 @@ void forward(const Attention& args, Stream& stream) {
     attend_plain<X, K>(args, stream);
   });
   check_launch("attention");
+}
+
+template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
+bool has_grad_room(const GradientView<bf16, bf16>& view) {
+  using Shape = MmaGradQueries<kRowTiles, kColumnWarps, kTiles, kShared>;
+  const AttentionView<bf16, bf16>& forward = view.forward;
+  const int group = forward.heads / forward.kv_heads;
+  return forward.shared == kShared && group <= Shape::kHeads && forward.key_width <= Shape::kKeyWidthMax &&
+         Shape::shared_bytes(forward.key_width, forward.value_width) <= kSharedMax;
+}
+
+// One round of the backward on tensor cores; p and ds are the two halves of what the plain form keeps in fp32.
+template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
+void grad_tiles(const AttentionBackward& args, const GradientView<bf16, bf16>& view, dim3 keys_grid, Stream& stream) {
+  using Shape = MmaGradQueries<kRowTiles, kColumnWarps, kTiles, kShared>;
+  const int bytes = Shape::shared_bytes(view.forward.key_width, view.forward.value_width);
+  const auto kernel = attend_backward_queries_mma<kRowTiles, kColumnWarps, kTiles, kShared>;
+  allow_shared(kernel, bytes);
+  allow_shared(attend_backward_keys_mma, sizeof(MmaGradShared));
+  const bool vectors = aligned_16(args.forward.q) && aligned_16(args.d_o);
+  bf16* const p = reinterpret_cast<bf16*>(view.p);
+  bf16* const ds = reinterpret_cast<bf16*>(view.ds);
+  const dim3 grid(static_cast<unsigned>(view.last - view.first), runs_of(args.forward, Shape::kHeads));
+  kernel<<<grid, Shape::kThreads, bytes, cuda_stream(stream)>>>(view, p, ds, vectors);
+  attend_backward_keys_mma<<<keys_grid, kGradThreads, sizeof(MmaGradShared), cuda_stream(stream)>>>(view, p, ds, vectors);
+}
+
+// False where no tiling has room: by heads and widths alone.
+bool grad_round_on_tensor_cores(const AttentionBackward& args, const GradientView<bf16, bf16>& view, dim3 keys_grid,
+                                Stream& stream) {
+  if (has_grad_room<1, 4, 18, true>(view)) {
+    grad_tiles<1, 4, 18, true>(args, view, keys_grid, stream);
+  } else if (has_grad_room<4, 2, 36, true>(view)) {
+    grad_tiles<4, 2, 36, true>(args, view, keys_grid, stream);
+  } else if (has_grad_room<1, 4, 4, false>(view)) {
+    grad_tiles<1, 4, 4, false>(args, view, keys_grid, stream);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 template <class X, class K>
@@ -111,6 +169,9 @@ void backward(const AttentionBackward& args, Stream& stream) {
   for (int64_t first = 0; first < tokens; first += round) {
     view.first = static_cast<int>(first);
     view.last = static_cast<int>(std::min(first + round, tokens));
+    if constexpr (sizeof(X) == 2 && sizeof(K) == 2) {
+      if (grad_round_on_tensor_cores(args, view, keys_grid, stream)) continue;
+    }
     for_columns(key_width, [&](auto columns) {
       const auto kernel = attend_backward_queries<X, K, columns()>;
       allow_shared(kernel, bytes);
