@@ -1,4 +1,6 @@
-// The CUDA form of an operator: launch() of <op>_simd.cc hands over to it on a CUDA stream.
+// The CUDA form of an operator: launch() of <op>_simd.cc hands over to it on a CUDA stream. Where a header says f32 and
+// validate() asks for an activation, CUDA takes bf16 too, for all activations of the call; sums, and what is no activation,
+// stay f32.
 #pragma once
 
 #include "kernels/stream.h"

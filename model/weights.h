@@ -8,6 +8,7 @@
 
 #include "common/status.h"
 #include "kernels/arena.h"
+#include "kernels/stream.h"
 #include "model/config.h"
 
 namespace slipstream::model {
@@ -150,6 +151,9 @@ class WeightStore {
   static absl::StatusOr<WeightStore> create_gradients(const ModelConfig& config, bool with_mtp,
                                                       bool train_frozen = false);
 
+  // The same tensors on the stream's device, with their values.
+  absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream) const;
+
   ModelWeights& tensors() { return weights_; }
   const ModelWeights& tensors() const { return weights_; }
   // Every parameter with its tensor (absent where it has none), in visit_parameters' order.
@@ -160,12 +164,13 @@ class WeightStore {
   const std::vector<Entry>& entries() const { return entries_; }
   bool with_mtp() const { return with_mtp_; }
   kernels::DType dtype() const { return dtype_; }
-  void zero();  // every tensor, for the next step's gradients
+  void zero();  // every tensor, for the next step's gradients; on the CPU
 
  private:
   explicit WeightStore(kernels::Arena arena) : arena_(std::move(arena)) {}
   static absl::StatusOr<WeightStore> create(const ModelConfig& config, bool with_mtp,
-                                            const std::function<int(const Parameter&)>& dtype_of);
+                                            const std::function<int(const Parameter&)>& dtype_of,
+                                            kernels::Device device = {});
   kernels::Arena arena_;
   ModelWeights weights_;
   std::vector<Entry> entries_;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/cuda/device.cuh"
+#include "kernels/cuda/mma.cuh"
 
 namespace slipstream::kernels {
 
@@ -142,35 +143,13 @@ __global__ void __launch_bounds__(kScalarThreads) scalar_product(Product p, bool
 
 // --- bf16 factors on the tensor cores ---------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest become 0.
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::); }
 template <int kPending>
 __device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
-}
-// Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(p)));
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(p)));
-}
-// c [16, 8] += a [16, 16] b [16, 8].
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // One stored matrix's part of a tile in shared memory: kOuter rows of kInner values (the stored order), padded by 16 bytes
@@ -180,7 +159,7 @@ struct SharedPart {
   static constexpr int kStride = kInner + 8;
   static constexpr int kPieces = kInner / 8;
   bf16 values[kOuter * kStride];
-  __device__ const bf16* at(int outer, int inner) const { return values + outer * kStride + inner; }
+  __device__ uint32_t at(int outer, int inner) const { return shared_address(values + outer * kStride + inner); }
 
   // Rows outer0.. of `from` (stride ld, outer_end rows, inner_end values a row), values inner0.. ; zero beyond the ends.
   template <int kThreads>
@@ -286,25 +265,25 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
       for (int i = 0; i < kFragmentsM; ++i) {
         const int m = warp_m + i * 16;
         if constexpr (kTransposeA) {  // stored [k, m]: matrices (k, m), (k, m + 8), (k + 8, m), (k + 8, m + 8)
-          load_matrices_transposed(af[i], as.at(k + lane / 16 * 8 + lane % 8, m + lane / 8 % 2 * 8));
+          load_tiles_transposed(af[i], as.at(k + lane / 16 * 8 + lane % 8, m + lane / 8 % 2 * 8));
         } else {  // matrices (m, k), (m + 8, k), (m, k + 8), (m + 8, k + 8)
-          load_matrices(af[i], as.at(m + lane / 8 % 2 * 8 + lane % 8, k + lane / 16 * 8));
+          load_tiles(af[i], as.at(m + lane / 8 % 2 * 8 + lane % 8, k + lane / 16 * 8));
         }
       }
 #pragma unroll
       for (int j = 0; j < kFragmentsN / 2; ++j) {  // two fragments of eight columns: (n, k), (n, k + 8), then n + 8
         const int n = warp_n + j * 16;
         if constexpr (kTransposeB) {
-          load_matrices(bf[j], bs.at(n + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+          load_tiles(bf[j], bs.at(n + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
         } else {  // stored [k, n]
-          load_matrices_transposed(bf[j], bs.at(k + lane / 8 % 2 * 8 + lane % 8, n + lane / 16 * 8));
+          load_tiles_transposed(bf[j], bs.at(k + lane / 8 % 2 * 8 + lane % 8, n + lane / 16 * 8));
         }
       }
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
         for (int j = 0; j < kFragmentsN; ++j) {
-          multiply(sums[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
+          mma(sums[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
         }
       }
     }

@@ -25,7 +25,7 @@ template <class X>
 __global__ void logprob_backward(Rows<const float> logits, const int32_t* targets, const float* lses,
                                  const float* dlogprobs, const float* entropies, const float* dentropies,
                                  Rows<X> dlogits, int64_t vocab, float inv_temperature) {
-  const int64_t t = blockIdx.y, begin = int64_t{blockIdx.x} * kGradColumns, end = min(begin + kGradColumns, vocab);
+  const int64_t t = blockIdx.x, begin = int64_t{blockIdx.y} * kGradColumns, end = min(begin + kGradColumns, vocab);
   const int32_t target = targets[t];
   const float dlogprob = target < 0 ? 0.0f : dlogprobs[t];  // the log-prob of -1 is the constant 0
   const float dentropy = dentropies == nullptr ? 0.0f : dentropies[t];
@@ -58,7 +58,7 @@ template <>
 void launch_cuda<LogProbBackward>(const LogProbBackward& args, Stream& stream) {
   const int64_t rows = args.logits.size(0), vocab = args.logits.size(1);
   if (rows == 0) return;
-  const dim3 grid(static_cast<unsigned>(divide_up(vocab, kGradColumns)), static_cast<unsigned>(rows));
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(divide_up(vocab, kGradColumns)));
   with_type(args.dlogits.dtype(), [&](auto x) {
     using X = decltype(x);
     logprob_backward<X><<<grid, kGradThreads, 0, cuda_stream(stream)>>>(

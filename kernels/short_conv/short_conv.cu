@@ -44,7 +44,7 @@ __device__ Inputs<X> inputs_of(Rows<const X> x, const Tail& tail, const DeviceSe
 template <class X>
 __global__ void short_conv(Rows<const X> x, Rows<const float> w, DeviceSequences sequences, Tail tail, Rows<X> y,
                            int64_t channels, int64_t taps) {
-  const int64_t row = blockIdx.y, c = int64_t{blockIdx.x} * kChannels + threadIdx.x;
+  const int64_t row = blockIdx.x, c = int64_t{blockIdx.y} * kChannels + threadIdx.x;
   if (c >= channels) return;
   const int b = sequence_of(sequences.row_begin, sequences.count, row);
   const Inputs<X> inputs = inputs_of(x, tail, sequences, b, taps);
@@ -55,8 +55,8 @@ __global__ void short_conv(Rows<const X> x, Rows<const float> w, DeviceSequences
 // One block a sequence and 128 channels: its last inputs, read before any is written.
 template <class X>
 __global__ void keep_tail(Rows<const X> x, DeviceSequences sequences, Tail tail, int64_t channels, int64_t taps) {
-  const int b = static_cast<int>(blockIdx.y);
-  const int64_t c = int64_t{blockIdx.x} * kChannels + threadIdx.x;
+  const int b = static_cast<int>(blockIdx.x);
+  const int64_t c = int64_t{blockIdx.y} * kChannels + threadIdx.x;
   if (c >= channels) return;
   const Inputs<X> inputs = inputs_of(x, tail, sequences, b, taps);
   const int64_t rows = sequences.row_begin[b + 1] - inputs.begin;
@@ -76,7 +76,7 @@ __device__ float dz_at(const Inputs<X>& inputs, const float* w, Rows<const X> dy
 template <class X>
 __global__ void short_conv_backward(Rows<const X> x, Rows<const float> w, DeviceSequences sequences, Rows<const X> dy,
                                     Rows<X> dx, int64_t channels, int64_t taps) {
-  const int64_t row = blockIdx.y, c = int64_t{blockIdx.x} * kChannels + threadIdx.x;
+  const int64_t row = blockIdx.x, c = int64_t{blockIdx.y} * kChannels + threadIdx.x;
   if (c >= channels) return;
   const int b = sequence_of(sequences.row_begin, sequences.count, row);
   const Inputs<X> inputs = inputs_of(x, Tail{}, sequences, b, taps);
@@ -94,7 +94,7 @@ void backward(const ShortConvBackward& args, Stream& stream) {
   const Rows<const X> x = rows_of<const X>(args.x), dy = rows_of<const X>(args.dy);
   const Rows<const float> w = rows_of<const float>(args.w);
   const DeviceSequences sequences = on_device(args.sequences);
-  const dim3 grid(static_cast<unsigned>(divide_up(channels, kChannels)), static_cast<unsigned>(rows));
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(divide_up(channels, kChannels)));
   short_conv_backward<X><<<grid, kChannels, 0, cuda_stream(stream)>>>(x, w, sequences, dy, rows_of<X>(args.dx), channels,
                                                                     taps);
   CHECK(args.dw.dense());
@@ -122,11 +122,11 @@ void launch_cuda<ShortConv>(const ShortConv& args, Stream& stream) {
     const Rows<const X> x = rows_of<const X>(args.x);
     const DeviceSequences sequences = on_device(args.sequences);
     if (rows > 0) {
-      short_conv<X><<<dim3(blocks, static_cast<unsigned>(rows)), kChannels, 0, cuda_stream(stream)>>>(
+      short_conv<X><<<dim3(static_cast<unsigned>(rows), blocks), kChannels, 0, cuda_stream(stream)>>>(
           x, rows_of<const float>(args.w), sequences, tail, rows_of<X>(args.y), channels, taps);
     }
     if (kept && taps > 1 && sequences.count > 0) {
-      keep_tail<X><<<dim3(blocks, static_cast<unsigned>(sequences.count)), kChannels, 0, cuda_stream(stream)>>>(
+      keep_tail<X><<<dim3(static_cast<unsigned>(sequences.count), blocks), kChannels, 0, cuda_stream(stream)>>>(
           x, sequences, tail, channels, taps);
     }
   });

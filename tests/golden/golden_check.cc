@@ -1,6 +1,7 @@
-// golden_check DIR...: compares a model directory with the values `transformers` computed for it (golden.safetensors beside
+// golden_check [--device cpu|cuda] [--dtype fp32|bf16] DIR...: compares a model directory with the values `transformers` computed for it (golden.safetensors beside
 // model.safetensors and config.json; tests/golden/fixtures/README.md says what it holds). Prints one line a quantity with
-// its error and its limit; exits 1 when any limit is passed.
+// its error and its limit; exits 1 when any limit is passed. In bf16 (weights and activations, on CUDA) the choices of a layer
+// may flip, and gradients with them: the log-probs are compared, and the rest is only shown by its size.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_replace.h"
 #include "common/status.h"
+#include "model/host_values.h"
 #include "model/load.h"
 #include "model/model.h"
 #include "model/safetensors.h"
@@ -28,6 +30,7 @@ constexpr double kGradientMax = 1e-3;         // ‖difference‖ / ‖reference
 constexpr double kDecodeLogprobMax = 1e-4;    // largest |difference|
 constexpr double kRouterWeightMax = 1e-4;     // largest |difference|
 constexpr double kLossMax = 1e-4;             // |difference|
+constexpr double kBf16LogprobMax = 2e-2;      // ‖difference‖ / ‖reference‖, in bf16
 
 // Prints results and remembers failures.
 class Report {
@@ -75,11 +78,6 @@ class Golden {
   SafetensorsFile file_;
 };
 
-std::vector<float> values_of(const Tensor& t) {
-  CHECK(t.dense());
-  return std::vector<float>(t.f32(), t.f32() + t.numel());
-}
-
 double max_difference(const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return INFINITY;
   double worst = 0.0;
@@ -108,6 +106,11 @@ struct Case {
   std::unique_ptr<kernels::Stream> stream;
   kernels::Arena arena;
   Golden golden;
+
+  bool bf16() const { return loaded.store.dtype() == DType::kBf16; }
+  Step step(const PreparedBatch& prepared) {
+    return {*stream, arena, prepared, nullptr, stream->on_cuda() ? loaded.store.dtype() : DType::kF32};
+  }
 };
 
 // In-memory names of the oracle for one of our parameters.
@@ -123,7 +126,7 @@ std::string oracle_name(const std::string& name) {
 }
 
 // Our gradients under the oracle's names; gate and up of the experts become one tensor [E, 2F, H].
-std::map<std::string, std::vector<float>> gradients_by_oracle_name(const WeightStore& gradients) {
+std::map<std::string, std::vector<float>> gradients_by_oracle_name(const WeightStore& gradients, kernels::Stream& stream) {
   std::map<std::string, std::vector<float>> out;
   std::map<std::string, const Tensor*> gates;
   for (const WeightStore::Entry& entry : gradients.entries()) {
@@ -136,18 +139,21 @@ std::map<std::string, std::vector<float>> gradients_by_oracle_name(const WeightS
       const Tensor& gate = *gates.at(stem + "gate_proj");
       std::vector<float>& both = out["grad." + stem + "gate_up_proj"];
       for (int64_t e = 0; e < gate.size(0); ++e) {
-        both.insert(both.end(), gate[e].f32(), gate[e].f32() + gate[e].numel());
-        both.insert(both.end(), entry.tensor[e].f32(), entry.tensor[e].f32() + gate[e].numel());
+        for (const Tensor& half : {gate[e], entry.tensor[e]}) {
+          const std::vector<float> values = host_values<float>(half, stream);
+          both.insert(both.end(), values.begin(), values.end());
+        }
       }
     } else {
-      out["grad." + name] = values_of(entry.tensor);
+      out["grad." + name] = host_values<float>(entry.tensor, stream);
     }
   }
   return out;
 }
 
-void check_gradients(const WeightStore& gradients, const Golden& golden, Report& report) {
-  const auto ours = gradients_by_oracle_name(gradients);
+void check_gradients(const WeightStore& gradients, const Golden& golden, kernels::Stream& stream, double limit,
+                     Report& report) {
+  const auto ours = gradients_by_oracle_name(gradients, stream);
   double worst = 0.0;
   std::string worst_name;
   for (const StoredTensor& tensor : golden.tensors()) {
@@ -155,7 +161,7 @@ void check_gradients(const WeightStore& gradients, const Golden& golden, Report&
     const auto it = ours.find(tensor.name);
     const double error =
         it == ours.end() ? INFINITY : relative_difference(it->second, golden.values<float>(tensor.name));
-    if (!(error <= kGradientMax)) report.line(tensor.name, error, kGradientMax);
+    if (!(error <= limit)) report.line(tensor.name, error, limit);
     if (!(error <= worst)) {
       worst = error;
       worst_name = tensor.name;
@@ -167,13 +173,13 @@ void check_gradients(const WeightStore& gradients, const Golden& golden, Report&
     // The oracle leaves out gradients it never computed; ours must then be zero.
     unexpected += std::any_of(values.begin(), values.end(), [](float v) { return v != 0.0f; }) ? 1 : 0;
   }
-  report.line("gradients, worst: " + worst_name, worst, kGradientMax);
+  report.line("gradients, worst: " + worst_name, worst, limit);
   report.line("gradients the reference does not have", unexpected, 0.0);
 }
 
 // Selected positions and chosen experts, as sets.
 void check_choices(const SavedForward& saved, const ModelConfig& config, int64_t length, const Golden& golden,
-                   Report& report) {
+                   kernels::Stream& stream, Report& report) {
   for (size_t l = 0; l < config.layers.size(); ++l) {
     const std::string layer = absl::StrCat(config.prefix, "layers.", l, ".");
     const std::string topk = absl::StrCat("topk.", layer, "self_attn.indexer");
@@ -182,31 +188,37 @@ void check_choices(const SavedForward& saved, const ModelConfig& config, int64_t
       const std::vector<int32_t> expected = golden.values<int32_t>(topk);
       const int64_t width = golden.shape(topk).back(), rows = static_cast<int64_t>(expected.size()) / width;
       int different = selection.empty() ? static_cast<int>(rows) : 0;
+      std::vector<int32_t> indices, counts;
+      if (!selection.empty()) {
+        indices = host_values<int32_t>(selection.indices, stream);
+        counts = host_values<int32_t>(selection.counts, stream);
+      }
       for (int64_t r = 0; r < rows && !selection.empty(); ++r) {
         std::set<int32_t> theirs, ours;
         for (int64_t i = 0; i < width; ++i) {
           const int32_t position = expected[static_cast<size_t>(r * width + i)];
           if (position >= 0 && position <= r % length) theirs.insert(position);
         }
-        const int32_t* row = selection.indices.i32() + r * selection.indices.size(1);
-        ours.insert(row, row + selection.counts.i32()[r]);
+        const int32_t* row = indices.data() + r * selection.indices.size(1);
+        ours.insert(row, row + counts[static_cast<size_t>(r)]);
         different += ours != theirs ? 1 : 0;
       }
       report.line(topk + " queries that differ", different, 0.0);
     }
     const std::string gate = absl::StrCat(layer, "mlp.gate");
     if (!golden.has("router.experts." + gate)) continue;
-    const Moe::Saved& moe = saved.layers[l].moe;
+    const std::vector<int32_t> our_experts = host_values<int32_t>(saved.layers[l].moe.experts, stream);
+    const std::vector<float> our_weights = host_values<float>(saved.layers[l].moe.weights, stream);
     const std::vector<int32_t> experts = golden.values<int32_t>("router.experts." + gate);
     const std::vector<float> weights = golden.values<float>("router.weights." + gate);
     const int64_t k = config.moe->per_token;
     int different = 0;
     double worst = 0.0;
-    for (int64_t t = 0; t < moe.experts.size(0); ++t) {
+    for (size_t t = 0; t < our_experts.size() / static_cast<size_t>(k); ++t) {
       std::map<int32_t, float> ours, theirs;
-      for (int64_t i = t * k; i < (t + 1) * k; ++i) {
-        ours[moe.experts.i32()[i]] = moe.weights.f32()[i];
-        theirs[experts[static_cast<size_t>(i)]] = weights[static_cast<size_t>(i)];
+      for (size_t i = t * static_cast<size_t>(k); i < (t + 1) * static_cast<size_t>(k); ++i) {
+        ours[our_experts[i]] = our_weights[i];
+        theirs[experts[i]] = weights[i];
       }
       bool same = ours.size() == theirs.size();
       for (const auto& [expert, weight] : theirs) {
@@ -229,49 +241,59 @@ absl::Status check_training(Case& c, Report& report) {
                     .cached = {}};
   const kernels::ArenaScope scope(c.arena);
   ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(config, batch, nullptr, c.arena, *c.stream));
-  Step step{*c.stream, c.arena, prepared};
+  Step step = c.step(prepared);
   const ModelWeights& w = c.loaded.store.tensors();
   SavedForward saved;
   const Tensor hidden = c.model->forward(w, step, &saved);
 
   for (size_t l = 0; l < config.layers.size(); ++l) {
     const std::string name = absl::StrCat("hidden.", config.prefix, "layers.", l);
-    report.line(name, relative_difference(values_of(saved.states[l + 1]), c.golden.values<float>(name)), kHiddenMax);
+    report.line(name, relative_difference(host_values<float>(saved.states[l + 1], *c.stream), c.golden.values<float>(name)), c.bf16() ? INFINITY : kHiddenMax);
   }
-  check_choices(saved, config, length, c.golden, report);
-  report.line("logits", max_difference(values_of(c.model->logits(w, hidden, step)), c.golden.values<float>("logits")),
-              kLogitsMax);
+  if (!c.bf16()) check_choices(saved, config, length, c.golden, *c.stream, report);
+  report.line("logits", max_difference(host_values<float>(c.model->logits(w, hidden, step), *c.stream),
+                                       c.golden.values<float>("logits")),
+              c.bf16() ? INFINITY : kLogitsMax);
 
   // loss = -sum(w * logprob) / count(w != 0) over the tokens that have a predecessor.
   const std::vector<float> loss_weights = c.golden.values<float>("loss_weights");
   const double count = static_cast<double>(
       std::count_if(loss_weights.begin(), loss_weights.end(), [](float weight) { return weight != 0.0f; }));
-  const Tensor targets = step.ints({sequences * length}), dlogprob = step.alloc({sequences * length});
+  std::vector<int32_t> targets;
+  std::vector<float> dlogprob;
   for (int64_t b = 0; b < sequences; ++b) {
     for (int64_t t = 0; t < length; ++t) {
       const int64_t row = b * length + t;
       const bool last = t == length - 1;
-      targets.i32()[row] = last ? -1 : batch.tokens[static_cast<size_t>(row + 1)];
-      dlogprob.f32()[row] =
-          last ? 0.0f : static_cast<float>(-loss_weights[static_cast<size_t>(b * (length - 1) + t)] / count);
+      targets.push_back(last ? -1 : batch.tokens[static_cast<size_t>(row + 1)]);
+      dlogprob.push_back(last ? 0.0f
+                              : static_cast<float>(-loss_weights[static_cast<size_t>(b * (length - 1) + t)] / count));
     }
   }
-  const Model::LogProbs log_probs = c.model->log_probs(w, hidden, targets, 1.0f, /*entropy=*/false, step);
+  const Tensor target_rows = step.upload(targets);
+  const Model::LogProbs log_probs = c.model->log_probs(w, hidden, target_rows, 1.0f, /*entropy=*/false, step);
+  const std::vector<float> logprobs = host_values<float>(log_probs.logprob, *c.stream);
   std::vector<float> token_logprobs;
   double loss = 0.0;
-  for (int64_t row = 0; row < sequences * length; ++row) {
-    if (targets.i32()[row] < 0) continue;
-    token_logprobs.push_back(log_probs.logprob.f32()[row]);
-    loss += double{dlogprob.f32()[row]} * log_probs.logprob.f32()[row];
+  for (size_t row = 0; row < targets.size(); ++row) {
+    if (targets[row] < 0) continue;
+    token_logprobs.push_back(logprobs[row]);
+    loss += double{dlogprob[row]} * logprobs[row];
   }
-  report.line("token_logprobs", max_difference(token_logprobs, c.golden.values<float>("token_logprobs")), kLogitsMax);
-  report.line("loss", std::abs(loss - c.golden.values<float>("loss")[0]), kLossMax);
+  const std::vector<float> expected = c.golden.values<float>("token_logprobs");
+  if (c.bf16()) {
+    report.line("token_logprobs", relative_difference(token_logprobs, expected), kBf16LogprobMax);
+  } else {
+    report.line("token_logprobs", max_difference(token_logprobs, expected), kLogitsMax);
+  }
+  report.line("loss", std::abs(loss - c.golden.values<float>("loss")[0]), c.bf16() ? INFINITY : kLossMax);
 
-  ASSIGN_OR_RETURN(WeightStore gradients, WeightStore::create_gradients(config, c.loaded.store.with_mtp()));
-  const Tensor dhidden = c.model->log_probs_backward(w, hidden, targets, 1.0f, log_probs, dlogprob, {},
+  ASSIGN_OR_RETURN(const WeightStore zeros, WeightStore::create_gradients(config, c.loaded.store.with_mtp()));
+  ASSIGN_OR_RETURN(WeightStore gradients, zeros.copy_to(config, *c.stream));
+  const Tensor dhidden = c.model->log_probs_backward(w, hidden, target_rows, 1.0f, log_probs, step.upload(dlogprob), {},
                                                      gradients.tensors(), step);
   c.model->backward(w, saved, dhidden, gradients.tensors(), step);
-  check_gradients(gradients, c.golden, report);
+  check_gradients(gradients, c.golden, *c.stream, c.bf16() ? INFINITY : kGradientMax, report);
   return absl::OkStatus();
 }
 
@@ -281,7 +303,7 @@ absl::Status check_decode(Case& c, Report& report) {
   std::vector<int32_t> tokens = c.golden.values<int32_t>("decode_prompt");
   const std::vector<int32_t> expected_ids = c.golden.values<int32_t>("decode_ids");
   ASSIGN_OR_RETURN(const std::unique_ptr<Cache> cache,
-                   Cache::create(config, {.tokens = 1024, .sequences = 1, .dtype = DType::kF32}));
+                   Cache::create(config, {.tokens = 1024, .sequences = 1, .dtype = c.loaded.store.dtype()}, c.stream.get()));
   ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
   std::vector<float> logprobs;
   int different = 0;
@@ -289,27 +311,42 @@ absl::Status check_decode(Case& c, Report& report) {
     const kernels::ArenaScope scope(c.arena);
     const Batch batch{.tokens = tokens, .lengths = {static_cast<int64_t>(tokens.size())}, .cached = {sequence}};
     ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(config, batch, cache.get(), c.arena, *c.stream));
-    Step step{*c.stream, c.arena, prepared};
+    Step step = c.step(prepared);
     const Tensor hidden = c.model->forward(w, step, nullptr);
     const Tensor last = hidden.slice(0, prepared.rows() - 1, prepared.rows());
     const Tensor logits = c.model->logits(w, last, step);
-    const int32_t id = static_cast<int32_t>(std::max_element(logits.f32(), logits.f32() + config.vocab) - logits.f32());
-    const Tensor target = step.ints({1});
-    target.i32()[0] = id;
-    logprobs.push_back(c.model->log_probs(w, last, target, 1.0f, false, step).logprob.f32()[0]);
+    const std::vector<float> row = host_values<float>(logits, *c.stream);
+    int32_t id = static_cast<int32_t>(std::max_element(row.begin(), row.end()) - row.begin());
+    if (c.bf16()) id = expected;  // near ties may fall the other way, and the rest would be another text
+    const Tensor target = step.upload(std::vector<int32_t>{id});
+    logprobs.push_back(host_values<float>(c.model->log_probs(w, last, target, 1.0f, false, step).logprob, *c.stream)[0]);
     different += id != expected ? 1 : 0;
     tokens = {id};
   }
   report.line("decode_ids that differ", different, 0.0);
-  report.line("decode_logprobs", max_difference(logprobs, c.golden.values<float>("decode_logprobs")), kDecodeLogprobMax);
+  const std::vector<float> expected = c.golden.values<float>("decode_logprobs");
+  if (c.bf16()) {
+    report.line("decode_logprobs", relative_difference(logprobs, expected), kBf16LogprobMax);
+  } else {
+    report.line("decode_logprobs", max_difference(logprobs, expected), kDecodeLogprobMax);
+  }
   return absl::OkStatus();
 }
 
-absl::StatusOr<int> check_directory(const std::string& dir) {
+struct Options {
+  bool cuda = false;
+  DType dtype = DType::kF32;
+};
+
+absl::StatusOr<int> check_directory(const std::string& dir, const Options& options) {
   ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(2));
-  ASSIGN_OR_RETURN(LoadedWeights loaded, load_weights(dir, DType::kF32, *stream));
+  ASSIGN_OR_RETURN(LoadedWeights loaded, load_weights(dir, options.dtype, *stream));
+  if (options.cuda) {
+    ASSIGN_OR_RETURN(stream, kernels::Stream::create_cuda(0));
+    ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream));
+  }
   ASSIGN_OR_RETURN(std::unique_ptr<Model> model, Model::create(loaded.config));
-  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(int64_t{1} << 36));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(stream->device(), int64_t{1} << (options.cuda ? 33 : 36)));
   ASSIGN_OR_RETURN(Golden golden, Golden::open(dir + "/golden.safetensors"));
   Case c{std::move(loaded), std::move(model), std::move(stream), std::move(arena), std::move(golden)};
   Report report(dir.substr(dir.find_last_of('/') + 1));
@@ -323,14 +360,24 @@ absl::StatusOr<int> check_directory(const std::string& dir) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: golden_check DIR...\n");
+    std::fprintf(stderr, "usage: golden_check [--device cpu|cuda] [--dtype fp32|bf16] DIR...\n");
     return 2;
   }
+  slipstream::model::Options options;
   int failures = 0;
   for (int i = 1; i < argc; ++i) {
     std::string dir = argv[i];
+    if (dir == "--device" && i + 1 < argc) {
+      options.cuda = std::string(argv[++i]) == "cuda";
+      continue;
+    }
+    if (dir == "--dtype" && i + 1 < argc) {
+      const bool bf16 = std::string(argv[++i]) == "bf16";
+      options.dtype = bf16 ? slipstream::kernels::DType::kBf16 : slipstream::kernels::DType::kF32;
+      continue;
+    }
     while (dir.size() > 1 && dir.back() == '/') dir.pop_back();
-    const absl::StatusOr<int> result = slipstream::model::check_directory(dir);
+    const absl::StatusOr<int> result = slipstream::model::check_directory(dir, options);
     if (!result.ok()) {
       std::fprintf(stderr, "golden_check: %s\n", std::string(result.status().message()).c_str());
       return 2;
