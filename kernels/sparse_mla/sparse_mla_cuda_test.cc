@@ -119,9 +119,9 @@ const Shape kShapes[] = {
     {.heads = 3, .rank = 24, .rope = 8, .lengths = {3, 150, 1, 90}, .topk = 24},
     {.heads = 13, .rank = 48, .rope = 16, .lengths = {70, 0, 140}, .topk = 0},
     {.heads = 5, .rank = 33, .rope = 6, .lengths = {150}, .topk = 24},
-    {.heads = 20, .rank = 512, .rope = 64, .lengths = {70, 5}, .topk = 0},   // GLM-4.7-Flash
-    {.heads = 64, .rank = 512, .rope = 64, .lengths = {140}, .topk = 96},   // GLM-5
-    {.heads = 64, .rank = 512, .rope = 0, .lengths = {100, 33}, .topk = 0},  // Flash
+    {.heads = 20, .rank = 512, .rope = 64, .lengths = {66, 5}, .topk = 0},   // GLM-4.7-Flash
+    {.heads = 64, .rank = 512, .rope = 64, .lengths = {80}, .topk = 70},    // GLM-5
+    {.heads = 64, .rank = 512, .rope = 0, .lengths = {66, 5}, .topk = 0},   // Flash
     {.heads = 100, .rank = 20, .rope = 4, .lengths = {40}, .topk = 8},
     {.heads = 2, .rank = 8, .rope = 0, .lengths = {}, .topk = 0},
 };
