@@ -1,12 +1,13 @@
 // golden_check [--device cpu|cuda] [--dtype fp32|bf16] DIR...: compares a model directory with the values `transformers` computed for it (golden.safetensors beside
 // model.safetensors and config.json; tests/golden/fixtures/README.md says what it holds). Prints one line a quantity with
-// its error and its limit; exits 1 when any limit is passed. In bf16 (weights and activations, on CUDA) the choices of a layer
-// may flip, and gradients with them: the log-probs are compared, and the rest is only shown by its size.
+// its error and its limit; exits 1 when any limit is passed. In bf16 (weights; on CUDA activations too) the smallest difference
+// makes these small models choose other experts and positions, so the choices are those of an fp32 pass.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -31,6 +32,7 @@ constexpr double kDecodeLogprobMax = 1e-4;    // largest |difference|
 constexpr double kRouterWeightMax = 1e-4;     // largest |difference|
 constexpr double kLossMax = 1e-4;             // |difference|
 constexpr double kBf16LogprobMax = 2e-2;      // ‖difference‖ / ‖reference‖, in bf16
+constexpr double kBf16HiddenMax = 5e-2;       // ‖difference‖ / ‖reference‖, in bf16
 
 // Prints results and remembers failures.
 class Report {
@@ -106,8 +108,8 @@ struct Case {
   std::unique_ptr<kernels::Stream> stream;
   kernels::Arena arena;
   Golden golden;
+  std::optional<LoadedWeights> exact;  // in bf16: the weights in fp32
 
-  bool bf16() const { return loaded.store.dtype() == DType::kBf16; }
   Step step(const PreparedBatch& prepared) {
     return {*stream, arena, prepared, nullptr, stream->on_cuda() ? loaded.store.dtype() : DType::kF32};
   }
@@ -244,16 +246,23 @@ absl::Status check_training(Case& c, Report& report) {
   Step step = c.step(prepared);
   const ModelWeights& w = c.loaded.store.tensors();
   SavedForward saved;
-  const Tensor hidden = c.model->forward(w, step, &saved);
+  Choices choices;
+  if (c.exact) {
+    Step exact{*c.stream, c.arena, prepared};
+    c.model->forward(c.exact->store.tensors(), exact, nullptr, {.replay = nullptr, .capture = &choices});
+  }
+  const Tensor hidden = c.model->forward(w, step, &saved, {.replay = c.exact ? &choices : nullptr, .capture = nullptr});
 
   for (size_t l = 0; l < config.layers.size(); ++l) {
     const std::string name = absl::StrCat("hidden.", config.prefix, "layers.", l);
-    report.line(name, relative_difference(host_values<float>(saved.states[l + 1], *c.stream), c.golden.values<float>(name)), c.bf16() ? INFINITY : kHiddenMax);
+    report.line(name, relative_difference(host_values<float>(saved.states[l + 1], *c.stream), c.golden.values<float>(name)), c.exact ? kBf16HiddenMax : kHiddenMax);
   }
-  if (!c.bf16()) check_choices(saved, config, length, c.golden, *c.stream, report);
-  report.line("logits", max_difference(host_values<float>(c.model->logits(w, hidden, step), *c.stream),
-                                       c.golden.values<float>("logits")),
-              c.bf16() ? INFINITY : kLogitsMax);
+  if (!c.exact) check_choices(saved, config, length, c.golden, *c.stream, report);
+  if (!c.exact) {
+    report.line("logits", max_difference(host_values<float>(c.model->logits(w, hidden, step), *c.stream),
+                                         c.golden.values<float>("logits")),
+                kLogitsMax);
+  }
 
   // loss = -sum(w * logprob) / count(w != 0) over the tokens that have a predecessor.
   const std::vector<float> loss_weights = c.golden.values<float>("loss_weights");
@@ -281,19 +290,19 @@ absl::Status check_training(Case& c, Report& report) {
     loss += double{dlogprob[row]} * logprobs[row];
   }
   const std::vector<float> expected = c.golden.values<float>("token_logprobs");
-  if (c.bf16()) {
+  if (c.exact) {
     report.line("token_logprobs", relative_difference(token_logprobs, expected), kBf16LogprobMax);
   } else {
     report.line("token_logprobs", max_difference(token_logprobs, expected), kLogitsMax);
   }
-  report.line("loss", std::abs(loss - c.golden.values<float>("loss")[0]), c.bf16() ? INFINITY : kLossMax);
+  report.line("loss", std::abs(loss - c.golden.values<float>("loss")[0]), c.exact ? kBf16LogprobMax : kLossMax);
 
   ASSIGN_OR_RETURN(const WeightStore zeros, WeightStore::create_gradients(config, c.loaded.store.with_mtp()));
   ASSIGN_OR_RETURN(WeightStore gradients, zeros.copy_to(config, *c.stream));
   const Tensor dhidden = c.model->log_probs_backward(w, hidden, target_rows, 1.0f, log_probs, step.upload(dlogprob), {},
                                                      gradients.tensors(), step);
   c.model->backward(w, saved, dhidden, gradients.tensors(), step);
-  check_gradients(gradients, c.golden, *c.stream, c.bf16() ? INFINITY : kGradientMax, report);
+  check_gradients(gradients, c.golden, *c.stream, c.exact ? INFINITY : kGradientMax, report);
   return absl::OkStatus();
 }
 
@@ -316,20 +325,14 @@ absl::Status check_decode(Case& c, Report& report) {
     const Tensor last = hidden.slice(0, prepared.rows() - 1, prepared.rows());
     const Tensor logits = c.model->logits(w, last, step);
     const std::vector<float> row = host_values<float>(logits, *c.stream);
-    int32_t id = static_cast<int32_t>(std::max_element(row.begin(), row.end()) - row.begin());
-    if (c.bf16()) id = expected;  // near ties may fall the other way, and the rest would be another text
+    const int32_t id = static_cast<int32_t>(std::max_element(row.begin(), row.end()) - row.begin());
     const Tensor target = step.upload(std::vector<int32_t>{id});
     logprobs.push_back(host_values<float>(c.model->log_probs(w, last, target, 1.0f, false, step).logprob, *c.stream)[0]);
     different += id != expected ? 1 : 0;
     tokens = {id};
   }
   report.line("decode_ids that differ", different, 0.0);
-  const std::vector<float> expected = c.golden.values<float>("decode_logprobs");
-  if (c.bf16()) {
-    report.line("decode_logprobs", relative_difference(logprobs, expected), kBf16LogprobMax);
-  } else {
-    report.line("decode_logprobs", max_difference(logprobs, expected), kDecodeLogprobMax);
-  }
+  report.line("decode_logprobs", max_difference(logprobs, c.golden.values<float>("decode_logprobs")), kDecodeLogprobMax);
   return absl::OkStatus();
 }
 
@@ -341,17 +344,24 @@ struct Options {
 absl::StatusOr<int> check_directory(const std::string& dir, const Options& options) {
   ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(2));
   ASSIGN_OR_RETURN(LoadedWeights loaded, load_weights(dir, options.dtype, *stream));
+  std::optional<LoadedWeights> exact;
+  if (options.dtype == DType::kBf16) {
+    ASSIGN_OR_RETURN(exact, load_weights(dir, DType::kF32, *stream));
+  }
   if (options.cuda) {
     ASSIGN_OR_RETURN(stream, kernels::Stream::create_cuda(0));
     ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream));
+    if (exact) {
+      ASSIGN_OR_RETURN(exact->store, exact->store.copy_to(exact->config, *stream));
+    }
   }
   ASSIGN_OR_RETURN(std::unique_ptr<Model> model, Model::create(loaded.config));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(stream->device(), int64_t{1} << (options.cuda ? 33 : 36)));
   ASSIGN_OR_RETURN(Golden golden, Golden::open(dir + "/golden.safetensors"));
-  Case c{std::move(loaded), std::move(model), std::move(stream), std::move(arena), std::move(golden)};
+  Case c{std::move(loaded), std::move(model), std::move(stream), std::move(arena), std::move(golden), std::move(exact)};
   Report report(dir.substr(dir.find_last_of('/') + 1));
   RETURN_IF_ERROR(check_training(c, report));
-  RETURN_IF_ERROR(check_decode(c, report));
+  if (!c.exact) RETURN_IF_ERROR(check_decode(c, report));  // in bf16 decode has prefill's bits: the invariance test
   return report.failures();
 }
 
