@@ -38,7 +38,8 @@ inline unsigned pieces_at_most(const Sequences& sequences, int64_t size) {
 // Whether rows may be read 16 bytes at a time.
 inline bool aligned_16(const Tensor& t) {
   bool aligned = reinterpret_cast<uintptr_t>(t.raw()) % 16 == 0;
-  for (int dim = 0; dim + 1 < t.rank(); ++dim) aligned = aligned && t.stride(dim) * size_of(t.dtype()) % 16 == 0;
+  for (int dim = 0; dim + 1 < t.rank(); ++dim)
+    aligned = aligned && t.stride(dim) * size_of(t.dtype()) % 16 == 0;
   return aligned && t.size(t.rank() - 1) * size_of(t.dtype()) % 16 == 0;
 }
 
@@ -47,7 +48,8 @@ constexpr int kSharedMax = 232448;
 template <class Kernel>
 void allow_shared(Kernel* kernel, int bytes) {
   CHECK_LE(bytes, kSharedMax);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "shared memory");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "shared memory");
 }
 
 }  // namespace slipstream::kernels

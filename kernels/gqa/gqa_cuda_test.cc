@@ -1,19 +1,19 @@
-// Goal: on CUDA launch() is reference() within tolerance, forward and backward, for any grouping of heads in f32 and bf16; a
-// token's bits do not depend on how its sequence is cut into calls, on its neighbours or on the pages.
-#include "kernels/gqa/gqa.h"
-
+// Goal: on CUDA launch() is reference() within tolerance, forward and backward, for any grouping of heads in
+// f32 and bf16; a token's bits do not depend on how its sequence is cut into calls, on its neighbours or on
+// the pages.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
+#include "kernels/gqa/gqa.h"
 #include "kernels/testing/batches.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
 namespace {
 
-using testing::CudaPool;
 using testing::cuda_stream;
+using testing::CudaPool;
 using testing::Piece;
 using testing::TensorPool;
 
@@ -22,7 +22,8 @@ struct Shape {
 };
 
 struct World {
-  World(TensorPool& pool, const Shape& sizes, std::vector<int64_t> sequence_lengths, DType activations, DType store)
+  World(TensorPool& pool, const Shape& sizes, std::vector<int64_t> sequence_lengths, DType activations,
+        DType store)
       : shape(sizes), lengths(std::move(sequence_lengths)), dtype(activations) {
     tokens = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
     q = testing::random_as(pool, dtype, {tokens, shape.heads, shape.width});
@@ -62,7 +63,8 @@ Gqa on_cuda(CudaPool& device, const Gqa& host, DType dtype) {
   return call;
 }
 
-class GqaCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<Shape, DType, DType>> {};
+class GqaCudaTest : public testing::CudaTest,
+                    public ::testing::WithParamInterface<std::tuple<Shape, DType, DType>> {};
 
 TEST_P(GqaCudaTest, EqualsReference) {
   const auto [shape, dtype, store] = GetParam();
@@ -90,17 +92,31 @@ TEST_P(GqaCudaTest, BackwardEqualsReference) {
   }
   const int64_t tokens = world.tokens;
   const Tensor d_o = testing::random_as(pool, dtype, {tokens, shape.heads, shape.width});
-  const GqaBackward expected{.q = forward.q, .k = forward.k, .v = forward.v, .sequences = forward.sequences,
-                             .kv_heads = shape.kv_heads, .scale = forward.scale, .o = forward.o, .lse = forward.lse,
-                             .d_o = d_o, .dq = pool.output(DType::kF32, {tokens, shape.heads, shape.width}),
+  const GqaBackward expected{.q = forward.q,
+                             .k = forward.k,
+                             .v = forward.v,
+                             .sequences = forward.sequences,
+                             .kv_heads = shape.kv_heads,
+                             .scale = forward.scale,
+                             .o = forward.o,
+                             .lse = forward.lse,
+                             .d_o = d_o,
+                             .dq = pool.output(DType::kF32, {tokens, shape.heads, shape.width}),
                              .dk = pool.output(DType::kF32, {tokens, shape.kv_heads, shape.width}),
                              .dv = pool.output(DType::kF32, {tokens, shape.kv_heads, shape.width})};
   reference(expected);
   const auto on_device = [&] {
     const Gqa call = on_cuda(device, forward, dtype);
-    return GqaBackward{.q = call.q, .k = call.k, .v = call.v, .sequences = call.sequences, .kv_heads = shape.kv_heads,
-                       .scale = call.scale, .o = device.copy(forward.o, dtype), .lse = device.copy(forward.lse),
-                       .d_o = device.copy(d_o, dtype), .dq = device.output(dtype, {tokens, shape.heads, shape.width}),
+    return GqaBackward{.q = call.q,
+                       .k = call.k,
+                       .v = call.v,
+                       .sequences = call.sequences,
+                       .kv_heads = shape.kv_heads,
+                       .scale = call.scale,
+                       .o = device.copy(forward.o, dtype),
+                       .lse = device.copy(forward.lse),
+                       .d_o = device.copy(d_o, dtype),
+                       .dq = device.output(dtype, {tokens, shape.heads, shape.width}),
                        .dk = device.output(dtype, {tokens, shape.kv_heads, shape.width}),
                        .dv = device.output(dtype, {tokens, shape.kv_heads, shape.width})};
   };
@@ -117,12 +133,14 @@ TEST_P(GqaCudaTest, BackwardEqualsReference) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GqaCudaTest,
-                         ::testing::Combine(::testing::Values(Shape{1, 1, 1}, Shape{3, 3, 10}, Shape{8, 2, 64},
-                                                              Shape{6, 2, 33}, Shape{40, 2, 16}, Shape{24, 2, 128}),
+                         ::testing::Combine(::testing::Values(Shape{1, 1, 1}, Shape{3, 3, 10},
+                                                              Shape{8, 2, 64}, Shape{6, 2, 33},
+                                                              Shape{40, 2, 16}, Shape{24, 2, 128}),
                                             ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(DType::kF32, DType::kBf16)));
 
-class GqaCudaBits : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<Shape, DType>> {};
+class GqaCudaBits : public testing::CudaTest,
+                    public ::testing::WithParamInterface<std::tuple<Shape, DType>> {};
 
 TEST_P(GqaCudaBits, CutsDoNotChangeBits) {
   const auto [shape, dtype] = GetParam();

@@ -21,7 +21,8 @@ absl::Status expect_attention(const Operands& op, const Args& args) {
   RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
   RETURN_IF_ERROR(expect_that(op, width >= 1, "q: head width must be >= 1"));
-  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || width <= kGqaWidthCuda, "q: heads wider than 256 on CUDA"));
+  RETURN_IF_ERROR(
+      expect_supported(op, on_host(args.q) || width <= kGqaWidthCuda, "q: heads wider than 256 on CUDA"));
   RETURN_IF_ERROR(expect_that(op, args.kv_heads >= 1 && heads >= 1 && heads % args.kv_heads == 0,
                               "kv_heads must divide the heads of q"));
   RETURN_IF_ERROR(expect_activation(op, "o", args.o, {tokens, heads, width}));

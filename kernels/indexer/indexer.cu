@@ -1,7 +1,6 @@
-#include "kernels/indexer/indexer.h"
-
 #include <algorithm>
 
+#include "kernels/indexer/indexer.h"
 #include "kernels/indexer/indexer_backward.cuh"
 #include "kernels/indexer/indexer_select.cuh"
 #include "kernels/launch_cuda.h"
@@ -21,14 +20,16 @@ void score_round(const IndexerSelect& args, const SelectRound& round, int64_t pi
   const auto y = static_cast<unsigned>(pieces);
   const bool done = for_mma_steps(args, [&](auto steps) {
     const dim3 grid(blocks(round.columns, kMmaBlockKeys), y);
-    select_scores_mma<steps()><<<grid, kMmaThreads, 0, cuda_stream(stream)>>>(view_of<bf16, bf16>(args), round);
+    select_scores_mma<steps()>
+        <<<grid, kMmaThreads, 0, cuda_stream(stream)>>>(view_of<bf16, bf16>(args), round);
   });
   if (done) return;
   for_dtypes(args, [&]<class X, class K>(X, K) {
     const int bytes = plain_shared_bytes(args.q.size(1), args.q.size(2));
     allow_shared(select_scores_plain<X, K>, bytes);
     const dim3 grid(blocks(round.columns, kPlainKeys), y);
-    select_scores_plain<X, K><<<grid, kPlainThreads, bytes, cuda_stream(stream)>>>(view_of<X, K>(args), round);
+    select_scores_plain<X, K>
+        <<<grid, kPlainThreads, bytes, cuda_stream(stream)>>>(view_of<X, K>(args), round);
   });
 }
 
@@ -36,7 +37,8 @@ template <class X, class K>
 void backward(const IndexerScoresBackward& args, Stream& stream) {
   Arena& workspace = stream.workspace();
   const ArenaScope scope(workspace);
-  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2), asked = args.rows.size(1);
+  const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2),
+                asked = args.rows.size(1);
   const int64_t keys = args.dkeys.size(0);
   IndexerGradView<X, K> view{.forward = view_of<X, K>(args),
                              .rows = rows_of<int32_t>(args.rows),
@@ -60,12 +62,13 @@ void backward(const IndexerScoresBackward& args, Stream& stream) {
     view.last = static_cast<int>(std::min(first + round, tokens));
     indexer_backward_queries<X, K>
         <<<static_cast<unsigned>(view.last - view.first), kGradThreads, bytes, cuda_stream(stream)>>>(view);
-    const dim3 grid(pieces_at_most(args.sequences, kGradTileKeys * args.pool), blocks(width, kGradTileColumns));
+    const dim3 grid(pieces_at_most(args.sequences, kGradTileKeys * args.pool),
+                    blocks(width, kGradTileColumns));
     indexer_backward_keys<X, K><<<grid, kGradThreads, sizeof(IndexerGradShared), cuda_stream(stream)>>>(view);
   }
   if (keys == 0) return;
-  round_key_sums<X><<<static_cast<unsigned>(keys), 128, 0, cuda_stream(stream)>>>(view.key_sums, rows_of<X>(args.dkeys),
-                                                                                  static_cast<int>(width));
+  round_key_sums<X><<<static_cast<unsigned>(keys), 128, 0, cuda_stream(stream)>>>(
+      view.key_sums, rows_of<X>(args.dkeys), static_cast<int>(width));
 }
 
 }  // namespace
@@ -83,7 +86,8 @@ void launch_cuda<IndexerSelect>(const IndexerSelect& args, Stream& stream) {
   round.columns = args.keys.page_table.size(1) * kPageRows;
   const int64_t pieces = pieces_at_most(args.sequences, round.queries);
   const int64_t piece_bytes = std::max<int64_t>(round.queries * round.columns, 1) * 4;
-  const int64_t pieces_a_round = std::min(pieces, (workspace.capacity() - workspace.used() - 1024) / piece_bytes);
+  const int64_t pieces_a_round =
+      std::min(pieces, (workspace.capacity() - workspace.used() - 1024) / piece_bytes);
   CHECK_GE(pieces_a_round, 1);  // the workspace holds the scores of one piece
   round.scores = workspace.alloc(DType::kF32, {pieces_a_round * piece_bytes / 4}).f32();
   for (int64_t first = 0; first < pieces; first += pieces_a_round) {
@@ -91,8 +95,8 @@ void launch_cuda<IndexerSelect>(const IndexerSelect& args, Stream& stream) {
     const int64_t count = std::min(pieces_a_round, pieces - first);
     if (round.columns > round.topk_rows) score_round(args, round, count, stream);
     select_rows<<<static_cast<unsigned>(count * round.queries), kSelectThreads, 0, cuda_stream(stream)>>>(
-        on_device(args.sequences), round, static_cast<int>(args.pool), args.tail, rows_of<int32_t>(args.indices),
-        static_cast<int>(args.indices.size(1)), args.counts.i32());
+        on_device(args.sequences), round, static_cast<int>(args.pool), args.tail,
+        rows_of<int32_t>(args.indices), static_cast<int>(args.indices.size(1)), args.counts.i32());
   }
   check_launch("indexer_select");
 }
@@ -112,8 +116,9 @@ void launch_cuda<IndexerScores>(const IndexerScores& args, Stream& stream) {
     for_dtypes(args, [&]<class X, class K>(X, K) {
       const int bytes = plain_shared_bytes(args.q.size(1), args.q.size(2));
       allow_shared(given_scores_plain<X, K>, bytes);
-      given_scores_plain<X, K><<<dim3(x, blocks(asked, kPlainKeys)), kPlainThreads, bytes, cuda_stream(stream)>>>(
-          view_of<X, K>(args), rows, static_cast<int>(asked), scores);
+      given_scores_plain<X, K>
+          <<<dim3(x, blocks(asked, kPlainKeys)), kPlainThreads, bytes, cuda_stream(stream)>>>(
+              view_of<X, K>(args), rows, static_cast<int>(asked), scores);
     });
   }
   check_launch("indexer_scores");

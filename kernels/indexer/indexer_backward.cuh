@@ -1,6 +1,6 @@
-// IndexerScoresBackward in two passes over rounds of queries: a query's slopes d score / d product, dq and dweights; then every
-// tile of key rows adds the shares of the round's queries, ascending. The sums of dkeys wait in fp32, so where rounds end
-// changes nothing.
+// IndexerScoresBackward in two passes over rounds of queries: a query's slopes d score / d product, dq and
+// dweights; then every tile of key rows adds the shares of the round's queries, ascending. The sums of dkeys
+// wait in fp32, so where rounds end changes nothing.
 #pragma once
 
 #include "kernels/indexer/indexer_scores.cuh"
@@ -31,7 +31,8 @@ inline int grad_queries_shared_bytes(int64_t heads, int64_t width) {
   return static_cast<int>(4 * (heads * (width + 1) + kWarp * plain_pitch(static_cast<int>(width))));
 }
 
-// A block a query. Warp w has heads w, w + 8, ...; a lane scores a row, then owns channels lane, lane + 32, ... of dq.
+// A block a query. Warp w has heads w, w + 8, ...; a lane scores a row, then owns channels lane, lane + 32,
+// ... of dq.
 template <class X, class K>
 __global__ void __launch_bounds__(kGradThreads) indexer_backward_queries(const IndexerGradView<X, K> view) {
   constexpr int kHeads = kGradHeadsMax / kGradWarps, kColumns = kGradWidthMax / kWarp;
@@ -99,7 +100,8 @@ struct IndexerGradShared {
   int warps[kGradWarps];
 };
 
-// Block (x, y): tile x of the key rows, columns [64 y, 64 y + 64). The four quarters of the block have every fourth key.
+// Block (x, y): tile x of the key rows, columns [64 y, 64 y + 64). The four quarters of the block have every
+// fourth key.
 template <class X, class K>
 __global__ void __launch_bounds__(kGradThreads) indexer_backward_keys(const IndexerGradView<X, K> view) {
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -110,16 +112,19 @@ __global__ void __launch_bounds__(kGradThreads) indexer_backward_keys(const Inde
   const Piece piece = find_piece(batch, kGradTileKeys * forward.pool, static_cast<int>(blockIdx.x));
   if (piece.sequence < 0) return;
   int key_base = 0;  // key rows of the sequences before
-  for (int b = lane; b < piece.sequence; b += kWarp) key_base += (batch.row_begin[b + 1] - batch.row_begin[b]) / forward.pool;
+  for (int b = lane; b < piece.sequence; b += kWarp)
+    key_base += (batch.row_begin[b + 1] - batch.row_begin[b]) / forward.pool;
   key_base = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(key_base)));
   const int begin = batch.row_begin[piece.sequence], end = batch.row_begin[piece.sequence + 1];
-  const int first = piece.first / forward.pool, keys = min(kGradTileKeys, (end - begin) / forward.pool - first);
+  const int first = piece.first / forward.pool,
+            keys = min(kGradTileKeys, (end - begin) / forward.pool - first);
   const int first_column = static_cast<int>(blockIdx.y) * kGradTileColumns;
   const int column = thread % kGradTileColumns, quarter = thread / kGradTileColumns;
   constexpr int kQuarters = kGradThreads / kGradTileColumns;
   const bool inside = first_column + column < forward.width;
   const auto sum_at = [&](int key) {
-    return view.key_sums + static_cast<int64_t>(key_base + first + key) * forward.width + first_column + column;
+    return view.key_sums + static_cast<int64_t>(key_base + first + key) * forward.width + first_column +
+           column;
   };
   for (int key = quarter; key < keys; key += kQuarters) s.sums[key][column] = inside ? *sum_at(key) : 0.0f;
   for (int t = max(view.first, begin); t < min(view.last, end); ++t) {
@@ -152,7 +157,8 @@ __global__ void __launch_bounds__(kGradThreads) indexer_backward_keys(const Inde
       for (int e = 0; e < count; ++e) {
         if (s.key[e] % kQuarters != quarter) continue;
         float sum = 0.0f;
-        for (int h = 0; h < forward.heads; ++h) sum = fmaf(view.slopes_at(t, h)[s.entry[e]], s.q[h][column], sum);
+        for (int h = 0; h < forward.heads; ++h)
+          sum = fmaf(view.slopes_at(t, h)[s.entry[e]], s.q[h][column], sum);
         s.sums[s.key[e]][column] += sum;
       }
       __syncthreads();

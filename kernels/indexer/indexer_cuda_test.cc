@@ -1,22 +1,22 @@
-// Goal: on CUDA the plain form has the bits of reference() and selects what it selects, for pools, tails, ties, NaN, long
-// contexts and ragged, bf16 and empty inputs; on tensor cores scores are close to it and the selection is that of the scores
-// that IndexerScores reports; a query's selection ignores batch, cuts and workspace; the gradients are close to reference()'s.
-#include "kernels/indexer/indexer.h"
-
+// Goal: on CUDA the plain form has the bits of reference() and selects what it selects, for pools, tails,
+// ties, NaN, long contexts and ragged, bf16 and empty inputs; on tensor cores scores are close to it and the
+// selection is that of the scores that IndexerScores reports; a query's selection ignores batch, cuts and
+// workspace; the gradients are close to reference()'s.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <vector>
 
+#include "kernels/indexer/indexer.h"
 #include "kernels/testing/batches.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
 namespace {
 
-using testing::CudaPool;
 using testing::cuda_stream;
+using testing::CudaPool;
 using testing::Length;
 using testing::TensorPool;
 
@@ -34,7 +34,8 @@ struct Shape {
 // Rows that no sequence has reached are NaN: never to be read.
 PagedRows make_keys(TensorPool& pool, const Shape& shape) {
   int64_t columns = 1;
-  for (const Length& length : shape.lengths) columns = std::max(columns, (length.cached + length.fresh) / kPageRows + 1);
+  for (const Length& length : shape.lengths)
+    columns = std::max(columns, (length.cached + length.fresh) / kPageRows + 1);
   const int64_t count = static_cast<int64_t>(shape.lengths.size());
   const PagedRows keys{.pool = pool.output(shape.store, {count * columns, kPageRows, shape.width}),
                        .page_table = testing::pages_in_turn(pool, count, columns)};
@@ -89,14 +90,20 @@ Tensor all_scores(TensorPool& pool, CudaPool& device, const IndexerSelect& on_de
   const Tensor rows = pool.zeros(DType::kI32, {tokens, most});
   const Sequences& sequences = on_device.sequences;
   for (int64_t b = 0; b < sequences.count(); ++b) {
-    const int64_t limit = (sequences.cached_tokens(b) + sequences.end(b) - sequences.begin(b)) / on_device.pool;
+    const int64_t limit =
+        (sequences.cached_tokens(b) + sequences.end(b) - sequences.begin(b)) / on_device.pool;
     for (int64_t t = sequences.begin(b); t < sequences.end(b); ++t) {
       for (int64_t i = 0; i < most; ++i) rows.i32()[t * most + i] = static_cast<int32_t>(i < limit ? i : -1);
     }
   }
-  const IndexerScores scores{.q = on_device.q, .weights = on_device.weights, .keys = on_device.keys,
-                             .sequences = sequences, .pool = on_device.pool, .key_scale = on_device.key_scale,
-                             .rows = device.copy(rows), .scores = device.output(DType::kF32, {tokens, most})};
+  const IndexerScores scores{.q = on_device.q,
+                             .weights = on_device.weights,
+                             .keys = on_device.keys,
+                             .sequences = sequences,
+                             .pool = on_device.pool,
+                             .key_scale = on_device.key_scale,
+                             .rows = device.copy(rows),
+                             .scores = device.output(DType::kF32, {tokens, most})};
   launch(scores, cuda_stream());
   return testing::on_host(pool, scores.scores);
 }
@@ -118,9 +125,11 @@ void select_by_scores(const IndexerSelect& host, const Tensor& scores) {
       }
       std::vector<int32_t> selection;
       for (const int64_t row : chosen) {
-        for (int64_t r = 0; r < host.pool; ++r) selection.push_back(static_cast<int32_t>(row * host.pool + r));
+        for (int64_t r = 0; r < host.pool; ++r)
+          selection.push_back(static_cast<int32_t>(row * host.pool + r));
       }
-      for (int64_t s = candidates * host.pool; host.tail && s <= position; ++s) selection.push_back(static_cast<int32_t>(s));
+      for (int64_t s = candidates * host.pool; host.tail && s <= position; ++s)
+        selection.push_back(static_cast<int32_t>(s));
       host.counts.i32()[t] = static_cast<int32_t>(selection.size());
       selection.resize(static_cast<size_t>(host.indices.size(1)), -1);
       std::copy(selection.begin(), selection.end(), host.indices.i32() + t * host.indices.stride(0));
@@ -140,13 +149,38 @@ const Shape kShapes[] = {
     {.lengths = {{0, 50}, {33, 1}, {400, 9}}, .topk = 16, .pool = 4},
     {.lengths = {{1000, 60}}, .topk = 15, .pool = 5, .tail = true},
     {.lengths = {{5000, 1}, {9, 3}, {3000, 40}}, .topk = 100},
-    {.lengths = {{9000, 2}}, .topk = 64, .pool = 4, .tail = true, .dtype = DType::kBf16, .store = DType::kBf16},
-    {.lengths = {{0, 300}, {200, 1}}, .heads = 32, .width = 128, .topk = 64, .dtype = DType::kBf16, .store = DType::kBf16},
-    {.lengths = {{700, 30}, {4000, 1}, {2, 3}}, .heads = 32, .width = 128, .topk = 256, .dtype = DType::kBf16,
+    {.lengths = {{9000, 2}},
+     .topk = 64,
+     .pool = 4,
+     .tail = true,
+     .dtype = DType::kBf16,
      .store = DType::kBf16},
-    {.lengths = {{701, 30}, {4000, 1}, {2, 3}}, .heads = 16, .width = 64, .topk = 64, .pool = 4, .tail = true,
-     .dtype = DType::kBf16, .store = DType::kBf16},
-    {.lengths = {{20000, 3}}, .heads = 64, .width = 128, .topk = 2048, .dtype = DType::kBf16, .store = DType::kBf16},
+    {.lengths = {{0, 300}, {200, 1}},
+     .heads = 32,
+     .width = 128,
+     .topk = 64,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
+    {.lengths = {{700, 30}, {4000, 1}, {2, 3}},
+     .heads = 32,
+     .width = 128,
+     .topk = 256,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
+    {.lengths = {{701, 30}, {4000, 1}, {2, 3}},
+     .heads = 16,
+     .width = 64,
+     .topk = 64,
+     .pool = 4,
+     .tail = true,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
+    {.lengths = {{20000, 3}},
+     .heads = 64,
+     .width = 128,
+     .topk = 2048,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
 };
 
 class IndexerCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<size_t> {};
@@ -160,7 +194,8 @@ TEST_P(IndexerCudaTest, SelectsWhatReferenceSelects) {
   launch(args, cuda_stream());
   if (shape.on_tensor_cores()) {
     int64_t most = 1;
-    for (const Length& length : shape.lengths) most = std::max(most, (length.cached + length.fresh) / shape.pool);
+    for (const Length& length : shape.lengths)
+      most = std::max(most, (length.cached + length.fresh) / shape.pool);
     select_by_scores(host, all_scores(pool, device, args, most));
   } else {
     reference(host);
@@ -171,7 +206,8 @@ TEST_P(IndexerCudaTest, SelectsWhatReferenceSelects) {
   const IndexerSelect again = on_cuda(device, host, shape.dtype);
   const ArenaScope scope(cuda_stream().workspace());
   const int64_t left = cuda_stream().workspace().capacity() - cuda_stream().workspace().used();
-  cuda_stream().workspace().alloc(DType::kF8E4M3, {left - 4096 - 40 * host.keys.page_table.numel() * kPageRows * 4});
+  cuda_stream().workspace().alloc(DType::kF8E4M3,
+                                  {left - 4096 - 40 * host.keys.page_table.numel() * kPageRows * 4});
   launch(again, cuda_stream());
   testing::expect_same_bits_on_device(again.indices, args.indices);
   device.expect_fences_intact();
@@ -194,8 +230,13 @@ TEST_P(IndexerCudaTest, ScoresAndGradientsEqualReference) {
       rows.i32()[i] = static_cast<int32_t>(pool.uniform() * static_cast<float>(limit + 1)) - 1;
     }
   }
-  const IndexerScores expected{.q = select.q, .weights = select.weights, .keys = select.keys, .sequences = sequences,
-                               .pool = shape.pool, .key_scale = select.key_scale, .rows = rows,
+  const IndexerScores expected{.q = select.q,
+                               .weights = select.weights,
+                               .keys = select.keys,
+                               .sequences = sequences,
+                               .pool = shape.pool,
+                               .key_scale = select.key_scale,
+                               .rows = rows,
                                .scores = pool.output(DType::kF32, {tokens, asked})};
   reference(expected);
   IndexerScores args = expected;
@@ -214,11 +255,17 @@ TEST_P(IndexerCudaTest, ScoresAndGradientsEqualReference) {
   }
 
   const int64_t heads = shape.heads, width = shape.width;
-  const IndexerScoresBackward expected_backward{
-      .q = select.q, .weights = select.weights, .keys = select.keys, .sequences = sequences, .pool = shape.pool,
-      .key_scale = select.key_scale, .rows = rows, .dscores = pool.random(DType::kF32, {tokens, asked}),
-      .dq = pool.output(DType::kF32, {tokens, heads, width}), .dweights = pool.output(DType::kF32, {tokens, heads}),
-      .dkeys = pool.output(DType::kF32, {keys, width})};
+  const IndexerScoresBackward expected_backward{.q = select.q,
+                                                .weights = select.weights,
+                                                .keys = select.keys,
+                                                .sequences = sequences,
+                                                .pool = shape.pool,
+                                                .key_scale = select.key_scale,
+                                                .rows = rows,
+                                                .dscores = pool.random(DType::kF32, {tokens, asked}),
+                                                .dq = pool.output(DType::kF32, {tokens, heads, width}),
+                                                .dweights = pool.output(DType::kF32, {tokens, heads}),
+                                                .dkeys = pool.output(DType::kF32, {keys, width})};
   reference(expected_backward);
   const auto on_device = [&] {
     IndexerScoresBackward backward = expected_backward;
@@ -267,15 +314,18 @@ TEST_F(IndexerCudaBits, EqualScoresGoToTheLowerPosition) {
 }
 
 TEST_F(IndexerCudaBits, NanComesLastAndMinusZeroIsZero) {
-  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
+                  kInf = std::numeric_limits<float>::infinity();
   const auto select = [&](const std::vector<float>& keys, int64_t topk, float weight = 1.0f) {
     TensorPool pool(4);
     CudaPool device;
     const int64_t count = static_cast<int64_t>(keys.size());
-    const IndexerSelect host = make_select(pool, {.lengths = {{count - 1, 1}}, .heads = 1, .width = 1, .topk = topk});
+    const IndexerSelect host =
+        make_select(pool, {.lengths = {{count - 1, 1}}, .heads = 1, .width = 1, .topk = topk});
     host.q.row(0)[0] = 1.0f;
     host.weights.row(0)[0] = weight;
-    for (int64_t i = 0; i < count; ++i) host.keys.pool.f32()[host.keys.offset(0, i)] = keys[static_cast<size_t>(i)];
+    for (int64_t i = 0; i < count; ++i)
+      host.keys.pool.f32()[host.keys.offset(0, i)] = keys[static_cast<size_t>(i)];
     const IndexerSelect args = on_cuda(device, host, DType::kF32);
     launch(args, cuda_stream());
     const Tensor indices = testing::on_host(pool, args.indices);
@@ -293,10 +343,21 @@ TEST_F(IndexerCudaBits, NanComesLastAndMinusZeroIsZero) {
 // A query alone, with everything before it cached, selects what it selects in a whole prefill.
 TEST_F(IndexerCudaBits, IgnoresBatchAndCuts) {
   const Shape shapes[] = {{.lengths = {{0, 150}, {40, 77}}, .topk = 24, .pool = 1, .tail = true},
-                          {.lengths = {{0, 600}, {40, 77}}, .heads = 32, .width = 128, .topk = 64, .pool = 1,
-                           .dtype = DType::kBf16, .store = DType::kBf16},
-                          {.lengths = {{0, 600}, {40, 77}}, .heads = 32, .width = 128, .topk = 64, .pool = 4, .tail = true,
-                           .dtype = DType::kBf16, .store = DType::kBf16}};
+                          {.lengths = {{0, 600}, {40, 77}},
+                           .heads = 32,
+                           .width = 128,
+                           .topk = 64,
+                           .pool = 1,
+                           .dtype = DType::kBf16,
+                           .store = DType::kBf16},
+                          {.lengths = {{0, 600}, {40, 77}},
+                           .heads = 32,
+                           .width = 128,
+                           .topk = 64,
+                           .pool = 4,
+                           .tail = true,
+                           .dtype = DType::kBf16,
+                           .store = DType::kBf16}};
   for (const Shape& shape : shapes) {
     TensorPool pool(7);
     CudaPool device;

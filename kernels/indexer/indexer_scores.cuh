@@ -1,8 +1,8 @@
-// I(t, s) on the device, in two forms chosen by dtypes and widths alone; IndexerSelect and IndexerScores share them, so what
-// is ranked is what is reported.
+// I(t, s) on the device, in two forms chosen by dtypes and widths alone; IndexerSelect and IndexerScores
+// share them, so what is ranked is what is reported.
 //   plain: the chains of fmaf of the definition, so the bits are those of the CPU;
-//   tensor cores (bf16 queries and keys): products of whole rows by mma, then in a lane the heads it holds, ascending, and
-//   the four lanes of a key together.
+//   tensor cores (bf16 queries and keys): products of whole rows by mma, then in a lane the heads it holds,
+//   ascending, and the four lanes of a key together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -47,10 +47,12 @@ constexpr int kPlainKeys = 64, kPlainQueries = 4, kPlainThreads = kPlainKeys * k
 
 __host__ __device__ constexpr int plain_pitch(int width) { return width | 1; }
 inline int plain_shared_bytes(int64_t heads, int64_t width) {
-  return static_cast<int>(4 * (kPlainKeys * plain_pitch(static_cast<int>(width)) + kPlainQueries * heads * (width + 1)));
+  return static_cast<int>(
+      4 * (kPlainKeys * plain_pitch(static_cast<int>(width)) + kPlainQueries * heads * (width + 1)));
 }
 
-// Shared memory of a block: keys [kPlainKeys, pitch], queries [kPlainQueries, heads, width], weights [kPlainQueries, heads].
+// Shared memory of a block: keys [kPlainKeys, pitch], queries [kPlainQueries, heads, width], weights
+// [kPlainQueries, heads].
 struct PlainShared {
   float *keys, *queries, *weights;
   template <class View>
@@ -122,7 +124,8 @@ struct KeyFragments {
   }
 
   // scores[i] of key row 8 i + lane / 4: the same in its four lanes.
-  __device__ void score(const SwizzledTile& q, const float* weights, int heads, float key_scale, float (&scores)[4]) const {
+  __device__ void score(const SwizzledTile& q, const float* weights, int heads, float key_scale,
+                        float (&scores)[4]) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
     for (float& s : scores) s = 0.0f;
@@ -163,13 +166,15 @@ struct QueryTile {
   static_assert(kRowBytes % 128 == 0);
   static constexpr int kBytes = kMmaHeadsMax * kRowBytes;
 
-  static __device__ void fetch(const SwizzledTile& to, const IndexerView<bf16, bf16>& view, int t, float* weights) {
+  static __device__ void fetch(const SwizzledTile& to, const IndexerView<bf16, bf16>& view, int t,
+                               float* weights) {
     constexpr int kChunks = kRowBytes / 16;
     for (int i = static_cast<int>(threadIdx.x); i < view.heads * kChunks; i += kMmaThreads) {
       copy_async(to.chunk(static_cast<uint32_t>(i / kChunks), static_cast<uint32_t>(i % kChunks)),
                  view.q.at(t, i / kChunks) + i % kChunks * 8);
     }
-    for (int h = static_cast<int>(threadIdx.x); h < view.heads; h += kMmaThreads) weights[h] = view.weights[t][h];
+    for (int h = static_cast<int>(threadIdx.x); h < view.heads; h += kMmaThreads)
+      weights[h] = view.weights[t][h];
     commit_copies();
   }
 };
@@ -192,8 +197,8 @@ bool for_mma_steps(const Args& args, F&& f) {
 // --- scores of given rows ---
 
 template <class X, class K>
-__global__ void __launch_bounds__(kPlainThreads) given_scores_plain(const IndexerView<X, K> view, Rows<int32_t> rows,
-                                                                    int asked, Rows<float> scores) {
+__global__ void __launch_bounds__(kPlainThreads)
+    given_scores_plain(const IndexerView<X, K> view, Rows<int32_t> rows, int asked, Rows<float> scores) {
   extern __shared__ float shared[];
   const PlainShared s(shared, view);
   const int t = static_cast<int>(blockIdx.x), first = static_cast<int>(blockIdx.y) * kPlainKeys;
@@ -202,7 +207,8 @@ __global__ void __launch_bounds__(kPlainThreads) given_scores_plain(const Indexe
   load_query(view, t, s.queries, s.weights, static_cast<int>(threadIdx.x), kPlainThreads);
   for (int i = warp; i < kPlainKeys; i += kPlainThreads / kWarp) {
     const int row = first + i < asked ? rows[t][first + i] : -1;
-    load_key(view, row < 0 ? nullptr : view.keys.row(b, row), s.keys + i * plain_pitch(view.width), lane, kWarp);
+    load_key(view, row < 0 ? nullptr : view.keys.row(b, row), s.keys + i * plain_pitch(view.width), lane,
+             kWarp);
   }
   __syncthreads();
   const int i = static_cast<int>(threadIdx.x);
@@ -212,8 +218,8 @@ __global__ void __launch_bounds__(kPlainThreads) given_scores_plain(const Indexe
 }
 
 template <int kSteps>
-__global__ void __launch_bounds__(kMmaThreads) given_scores_mma(const IndexerView<bf16, bf16> view, Rows<int32_t> rows,
-                                                                int asked, Rows<float> scores) {
+__global__ void __launch_bounds__(kMmaThreads)
+    given_scores_mma(const IndexerView<bf16, bf16> view, Rows<int32_t> rows, int asked, Rows<float> scores) {
   __shared__ __align__(128) unsigned char tile[QueryTile<kSteps>::kBytes];
   __shared__ __align__(8) float weights[kMmaHeadsMax];
   const SwizzledTile q{shared_address(tile), QueryTile<kSteps>::kRowBytes};

@@ -1,13 +1,14 @@
-// IndexerSelect: rounds of queries whose scores fit the workspace; in a round first all scores, then a block a query finds
-// the rank of the last one selected by its digits and writes the selection in ascending position.
+// IndexerSelect: rounds of queries whose scores fit the workspace; in a round first all scores, then a block
+// a query finds the rank of the last one selected by its digits and writes the selection in ascending
+// position.
 #pragma once
 
 #include "kernels/indexer/indexer_scores.cuh"
 
 namespace slipstream::kernels {
 
-// Queries come in pieces of `queries` rows of one sequence, which share the keys they load: row i of piece p has its scores in
-// row (p - first_piece) * queries + i of `scores`.
+// Queries come in pieces of `queries` rows of one sequence, which share the keys they load: row i of piece p
+// has its scores in row (p - first_piece) * queries + i of `scores`.
 struct SelectRound {
   int first_piece, queries;
   int topk_rows;  // topk / pool
@@ -29,7 +30,8 @@ __device__ inline QueryPiece query_piece(const DeviceSequences& batch, const Sel
 }
 
 template <class X, class K>
-__global__ void __launch_bounds__(kPlainThreads) select_scores_plain(const IndexerView<X, K> view, const SelectRound round) {
+__global__ void __launch_bounds__(kPlainThreads)
+    select_scores_plain(const IndexerView<X, K> view, const SelectRound round) {
   extern __shared__ float shared[];
   const PlainShared s(shared, view);
   const QueryPiece piece = query_piece(view.batch, round, static_cast<int>(blockIdx.y));
@@ -45,7 +47,8 @@ __global__ void __launch_bounds__(kPlainThreads) select_scores_plain(const Index
   const int key = thread % kPlainKeys, slot = thread / kPlainKeys;
   float* const q = s.queries + slot * view.heads * view.width;
   float* const weights = s.weights + slot * view.heads;
-  for (int i = slot; i < (piece.count + kPlainQueries - 1) / kPlainQueries * kPlainQueries; i += kPlainQueries) {
+  for (int i = slot; i < (piece.count + kPlainQueries - 1) / kPlainQueries * kPlainQueries;
+       i += kPlainQueries) {
     __syncthreads();
     if (i < piece.count) load_query(view, piece.first + i, q, weights, key, kPlainKeys);
     __syncthreads();
@@ -56,7 +59,8 @@ __global__ void __launch_bounds__(kPlainThreads) select_scores_plain(const Index
 }
 
 template <int kSteps>
-__global__ void __launch_bounds__(kMmaThreads) select_scores_mma(const IndexerView<bf16, bf16> view, const SelectRound round) {
+__global__ void __launch_bounds__(kMmaThreads)
+    select_scores_mma(const IndexerView<bf16, bf16> view, const SelectRound round) {
   __shared__ __align__(128) unsigned char tiles[2][QueryTile<kSteps>::kBytes];
   __shared__ __align__(8) float weights[2][kMmaHeadsMax];
   const QueryPiece piece = query_piece(view.batch, round, static_cast<int>(blockIdx.y));
@@ -66,7 +70,9 @@ __global__ void __launch_bounds__(kMmaThreads) select_scores_mma(const IndexerVi
   if (block_first >= most || most <= round.topk_rows) return;
   const int first = block_first + static_cast<int>(threadIdx.x) / kWarp * 32;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto tile = [&](int i) { return SwizzledTile{shared_address(tiles[i & 1]), QueryTile<kSteps>::kRowBytes}; };
+  const auto tile = [&](int i) {
+    return SwizzledTile{shared_address(tiles[i & 1]), QueryTile<kSteps>::kRowBytes};
+  };
   // The first queries of the piece may see none of these keys.
   const int skipped = max(0, min(piece.count, (block_first + 1) * view.pool - 1 - piece.position));
   QueryTile<kSteps>::fetch(tile(skipped), view, piece.first + skipped, weights[skipped & 1]);
@@ -76,10 +82,12 @@ __global__ void __launch_bounds__(kMmaThreads) select_scores_mma(const IndexerVi
   for (int i = skipped; i < piece.count; ++i) {
     wait_for_copies();
     __syncthreads();  // query i is here, and everybody is done with the one before
-    if (i + 1 < piece.count) QueryTile<kSteps>::fetch(tile(i + 1), view, piece.first + i + 1, weights[(i + 1) & 1]);
+    if (i + 1 < piece.count)
+      QueryTile<kSteps>::fetch(tile(i + 1), view, piece.first + i + 1, weights[(i + 1) & 1]);
     float values[4];
     keys.score(tile(i), weights[i & 1], view.heads, view.key_scale, values);
-    float* const to = round.scores + (static_cast<int64_t>(blockIdx.y) * round.queries + i) * round.columns + first;
+    float* const to =
+        round.scores + (static_cast<int64_t>(blockIdx.y) * round.queries + i) * round.columns + first;
     const int candidates = view.candidates(piece.position + i) - first;
     if (lane % 4 != 0) continue;
 #pragma unroll
@@ -127,17 +135,19 @@ __device__ inline Scan block_scan(int value, int* warps) {
   return {before + sum - value, total};
 }
 
-// The rank of the k-th largest of n > k scores, and in `remaining` how many scores of that rank belong to the k.
+// The rank of the k-th largest of n > k scores, and in `remaining` how many scores of that rank belong to the
+// k.
 __device__ inline uint32_t last_rank(const float* scores, int n, int k, SelectShared& s, int& remaining) {
   const int thread = static_cast<int>(threadIdx.x);
   uint32_t prefix = 0, mask = 0;
-  for (int shift = 32 - kDigitBits; ; shift = max(shift - kDigitBits, 0)) {
+  for (int shift = 32 - kDigitBits;; shift = max(shift - kDigitBits, 0)) {
     const uint32_t digit_mask = static_cast<uint32_t>(kDigits - 1) << shift;
     for (int i = thread; i < kDigits; i += kSelectThreads) s.histogram[i] = 0;
     __syncthreads();
     for (int i = thread; i < n; i += kSelectThreads) {
       const uint32_t rank = rank_of(scores[i]);
-      if ((rank & mask) == prefix) atomicAdd(&s.histogram[(rank & digit_mask & ~mask) >> shift], 1);  // counts: any order
+      if ((rank & mask) == prefix)
+        atomicAdd(&s.histogram[(rank & digit_mask & ~mask) >> shift], 1);  // counts: any order
     }
     __syncthreads();
     // Largest digits first: thread i holds digits kDigits - 1 - 4 i and the three below.
@@ -164,8 +174,8 @@ __device__ inline uint32_t last_rank(const float* scores, int n, int k, SelectSh
 }
 
 static __global__ void __launch_bounds__(kSelectThreads)
-    select_rows(const DeviceSequences batch, const SelectRound round, int pool, bool tail, Rows<int32_t> indices, int width,
-                int32_t* counts) {
+    select_rows(const DeviceSequences batch, const SelectRound round, int pool, bool tail,
+                Rows<int32_t> indices, int width, int32_t* counts) {
   __shared__ SelectShared s;
   const QueryPiece piece = query_piece(batch, round, static_cast<int>(blockIdx.x) / round.queries);
   const int row = static_cast<int>(blockIdx.x) % round.queries;

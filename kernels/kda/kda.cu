@@ -1,5 +1,4 @@
 #include "kernels/kda/kda.h"
-
 #include "kernels/kda/kda_backward.cuh"
 #include "kernels/launch_cuda.h"
 
@@ -28,7 +27,8 @@ KdaStateView view_of(const KdaState& cache) {
 
 // Slices of the state's columns, heads, sequences.
 dim3 grid_of(int64_t dv, int64_t heads, int64_t sequences) {
-  return dim3(static_cast<unsigned>(divide_up(dv, kWarp)), static_cast<unsigned>(heads), static_cast<unsigned>(sequences));
+  return dim3(static_cast<unsigned>(divide_up(dv, kWarp)), static_cast<unsigned>(heads),
+              static_cast<unsigned>(sequences));
 }
 
 template <class X>

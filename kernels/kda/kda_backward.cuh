@@ -1,6 +1,6 @@
-// KDA's backward on the device: a block has one head of one sequence and goes through its chunks from the last to the first
-// with the gradient D of the state in shared memory. A chunk's start state is recomputed from its span's. With the forward's
-// names (kda.h):
+// KDA's backward on the device: a block has one head of one sequence and goes through its chunks from the
+// last to the first with the gradient D of the state in shared memory. A chunk's start state is recomputed
+// from its span's. With the forward's names (kda.h):
 //   dU = Bᵀ dO + K_C D, then from the last row up: dR_i = beta_i dU_i, dU_j -= A_ij dR_i for j < i;
 //   dbeta_i = dU_i · r_i;  dV = dR;  dA = -dR Uᵀ, dB = dO Uᵀ (on and below the diagonal);
 //   d(kP) = -dR S0ᵀ, d(qP) = dO S0ᵀ, dK_C = U Dᵀ;  D <- Diag(P_C) D + (qP)ᵀ dO - (kP)ᵀ dR
@@ -11,8 +11,8 @@
 
 namespace slipstream::kernels {
 
-constexpr int kKdaValueMax = 128;            // d_v of the backward
-constexpr int kRowPitch = kKdaKeyMax + 4;    // floats; float4 loads down a column fall into different banks
+constexpr int kKdaValueMax = 128;          // d_v of the backward
+constexpr int kRowPitch = kKdaKeyMax + 4;  // floats; float4 loads down a column fall into different banks
 using ChunkRow = float[kRowPitch];
 
 template <class X>
@@ -30,9 +30,9 @@ struct KdaBackwardShared {
   float state[kKdaKeyMax][kRowPitch], d_state[kKdaKeyMax][kRowPitch];  // [dk, dv]
   ChunkRow decay[kChunk], key[kChunk], query[kChunk], prefix[kChunk];
   ChunkRow u[kChunk], d_o[kChunk], minus_dr[kChunk];
-  ChunkRow d_key_prefix[kChunk];    // dU until it has been used
+  ChunkRow d_key_prefix[kChunk];  // dU until it has been used
   ChunkRow d_query_prefix[kChunk];
-  ChunkRow carried[kChunk];         // K_C, then dK_C
+  ChunkRow carried[kChunk];                      // K_C, then dK_C
   float total[kKdaKeyMax], d_total[kKdaKeyMax];  // P_C, P_C dP_C
   float beta[kChunk];
   float a[kChunk][kChunk], b[kChunk][kChunk], da[kChunk][kChunk], db[kChunk][kChunk];
@@ -70,8 +70,8 @@ __device__ inline void rows_times_transposed(const ChunkRow* left, const ChunkRo
   for (int i = 0; i < 8; ++i) out[row + i][column] = sum[i];
 }
 // to[d] = to[d] factor[d] + sum over i of left[i][d] scale[i][d] right[i]; scale may be null.
-__device__ inline void add_outer(const ChunkRow* left, const ChunkRow* scale, const ChunkRow* right, const float* factor,
-                                 ChunkRow* to) {
+__device__ inline void add_outer(const ChunkRow* left, const ChunkRow* scale, const ChunkRow* right,
+                                 const float* factor, ChunkRow* to) {
   const int column = static_cast<int>(threadIdx.x) % 128, group = static_cast<int>(threadIdx.x) / 128;
   float r[kChunk];
 #pragma unroll
@@ -79,7 +79,8 @@ __device__ inline void add_outer(const ChunkRow* left, const ChunkRow* scale, co
   for (int d = group * 4; d < 128; d += 8) {
     float sum[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = factor == nullptr ? to[d + c][column] : to[d + c][column] * factor[d + c];
+    for (int c = 0; c < 4; ++c)
+      sum[c] = factor == nullptr ? to[d + c][column] : to[d + c][column] * factor[d + c];
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       float4 l = *reinterpret_cast<const float4*>(&left[i][d]);
@@ -99,13 +100,15 @@ __device__ inline void add_outer(const ChunkRow* left, const ChunkRow* scale, co
 
 // Rows of the chunk that starts at batch row `row`; those beyond `count` are neutral. Ends with a barrier.
 template <class X>
-__device__ void load_chunk(const KdaBackwardView<X>& view, int head, int row, int count, bool whole, KdaBackwardShared& s) {
+__device__ void load_chunk(const KdaBackwardView<X>& view, int head, int row, int count, bool whole,
+                           KdaBackwardShared& s) {
   const int own = static_cast<int>(threadIdx.x);
   if (own < kChunk) s.beta[own] = own < count ? view.beta[row + own][head] : 0.0f;
 #pragma unroll
   for (int i = static_cast<int>(threadIdx.x); i < kChunk * 128; i += kKdaThreads) {  // many loads in flight
     const int r = i / 128, d = i % 128;
-    const bool present = r < count, has_key = present && d < view.dk_width, has_value = present && d < view.dv_width;
+    const bool present = r < count, has_key = present && d < view.dk_width,
+               has_value = present && d < view.dv_width;
     s.decay[r][d] = has_key ? expf(view.log_decay.at(row + r, head)[d]) : 1.0f;
     s.key[r][d] = has_key ? load(view.k.at(row + r, head) + d) : 0.0f;
     s.u[r][d] = has_value ? view.beta[row + r][head] * view.r.at(row + r, head)[d] : 0.0f;
@@ -143,11 +146,12 @@ __device__ inline void solve_column(int e, int count, KdaBackwardShared& s) {
   }
 }
 
-// Channel d of dq, dk and the gradient of log_decay. Down the rows, what each reads; up the rows, what is read of each:
-// z_j(m) = sum over i >= m of (dA_ij k_i + dB_ij q_i) a_{m+1} ... a_i, so that decay m has the share
-// a_m sum over j < m of z_j(m) k_j a_{j+1} ... a_{m-1} of the scores. No difference of sums is taken.
+// Channel d of dq, dk and the gradient of log_decay. Down the rows, what each reads; up the rows, what is
+// read of each: z_j(m) = sum over i >= m of (dA_ij k_i + dB_ij q_i) a_{m+1} ... a_i, so that decay m has the
+// share a_m sum over j < m of z_j(m) k_j a_{j+1} ... a_{m-1} of the scores. No difference of sums is taken.
 template <class X>
-__device__ void row_gradients(const KdaBackwardView<X>& view, int d, int head, int row, int count, KdaBackwardShared& s) {
+__device__ void row_gradients(const KdaBackwardView<X>& view, int d, int head, int row, int count,
+                              KdaBackwardShared& s) {
   float k[kChunk], a[kChunk], left[kChunk], reads[kChunk], z[kChunk];
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
@@ -212,13 +216,15 @@ __global__ void __launch_bounds__(kKdaThreads) kda_backward(const KdaBackwardVie
   const int sequence = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.x);
   const int first = view.batch.row_begin[sequence], rows = view.batch.row_begin[sequence + 1] - first;
   int span = 0;
-  for (int b = lane; b < sequence; b += kWarp) span += (view.batch.row_begin[b + 1] - view.batch.row_begin[b] + kSpan - 1) / kSpan;
+  for (int b = lane; b < sequence; b += kWarp)
+    span += (view.batch.row_begin[b + 1] - view.batch.row_begin[b] + kSpan - 1) / kSpan;
   span = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(span)));
   for (int i = thread; i < 128 * 128; i += kKdaThreads) s.d_state[i / 128][i % 128] = 0.0f;
 
   for (int base = (rows - 1) / kChunk * kChunk; base >= 0 && rows > 0; base -= kChunk) {
     __syncthreads();
-    const float* const from = view.span_states + (span + base / kSpan) * view.span_stride + head * view.span_head;
+    const float* const from =
+        view.span_states + (span + base / kSpan) * view.span_stride + head * view.span_head;
 #pragma unroll 16
     for (int i = thread; i < 128 * 128; i += kKdaThreads) {
       const int d = i / 128, e = i % 128;
@@ -250,7 +256,8 @@ __global__ void __launch_bounds__(kKdaThreads) kda_backward(const KdaBackwardVie
       float da = 0.0f, db = 0.0f;
       for (int e = 0; e < 128; e += 4) {
         const float4 u = *reinterpret_cast<const float4*>(&s.u[j][e]);
-        const float4 r = *reinterpret_cast<const float4*>(&s.minus_dr[i][e]), o = *reinterpret_cast<const float4*>(&s.d_o[i][e]);
+        const float4 r = *reinterpret_cast<const float4*>(&s.minus_dr[i][e]),
+                     o = *reinterpret_cast<const float4*>(&s.d_o[i][e]);
         da = fmaf(r.w, u.w, fmaf(r.z, u.z, fmaf(r.y, u.y, fmaf(r.x, u.x, da))));
         db = fmaf(o.w, u.w, fmaf(o.z, u.z, fmaf(o.y, u.y, fmaf(o.x, u.x, db))));
       }

@@ -1,19 +1,18 @@
-// Goal: on CUDA the chunked launch() is the recurrence of reference() within tolerance, forward and backward, for any decays
-// and lengths in f32 and bf16; however a sequence is cut into calls, batched or placed in slots, its outputs and its cache
-// have the same bits; runs repeat.
-#include "kernels/kda/kda.h"
-
+// Goal: on CUDA the chunked launch() is the recurrence of reference() within tolerance, forward and backward,
+// for any decays and lengths in f32 and bf16; however a sequence is cut into calls, batched or placed in
+// slots, its outputs and its cache have the same bits; runs repeat.
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/kda/kda.h"
 #include "kernels/testing/batches.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
 namespace {
 
-using testing::CudaPool;
 using testing::cuda_stream;
+using testing::CudaPool;
 using testing::sequences_of;
 using testing::TensorPool;
 
@@ -44,7 +43,8 @@ Kda make_call(TensorPool& pool, DType dtype, const Sequences& sequences, const S
   for (int64_t i = 0; i < g.numel(); ++i) {
     const float draw = pool.uniform();
     if (decays == Decays::kStrong) g.f32()[i] = -5.0f;
-    if (decays == Decays::kMixed) g.f32()[i] = draw < 0.3f ? -5.0f : draw < 0.35f ? -300.0f : draw < 0.6f ? 0.0f : -1e-4f;
+    if (decays == Decays::kMixed)
+      g.f32()[i] = draw < 0.3f ? -5.0f : draw < 0.35f ? -300.0f : draw < 0.6f ? 0.0f : -1e-4f;
   }
   return {.q = unit_rows(pool, dtype, tokens, shape.heads, shape.dk),
           .k = unit_rows(pool, dtype, tokens, shape.heads, shape.dk),
@@ -97,7 +97,8 @@ Kda with_outputs_for_backward(TensorPool& pool, Kda args) {
   return args;
 }
 
-class KdaCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<Shape, Decays, DType>> {};
+class KdaCudaTest : public testing::CudaTest,
+                    public ::testing::WithParamInterface<std::tuple<Shape, Decays, DType>> {};
 
 TEST_P(KdaCudaTest, EqualsTheRecurrence) {
   const auto [shape, decays, dtype] = GetParam();
@@ -144,8 +145,13 @@ TEST_P(KdaCudaTest, BackwardEqualsTheRecurrenceRunBackwards) {
   testing::expect_close(args.span_states, forward.span_states);
 
   const int64_t tokens = forward.q.size(0), heads = shape.heads;
-  const KdaBackward expected{.q = forward.q, .k = forward.k, .log_decay = forward.log_decay, .beta = forward.beta,
-                             .sequences = forward.sequences, .span_states = forward.span_states, .r = forward.r,
+  const KdaBackward expected{.q = forward.q,
+                             .k = forward.k,
+                             .log_decay = forward.log_decay,
+                             .beta = forward.beta,
+                             .sequences = forward.sequences,
+                             .span_states = forward.span_states,
+                             .r = forward.r,
                              .d_o = testing::random_as(pool, dtype, {tokens, heads, shape.dv}),
                              .dq = pool.output(DType::kF32, {tokens, heads, shape.dk}),
                              .dk = pool.output(DType::kF32, {tokens, heads, shape.dk}),
@@ -154,9 +160,14 @@ TEST_P(KdaCudaTest, BackwardEqualsTheRecurrenceRunBackwards) {
                              .dbeta = pool.output(DType::kF32, {tokens, heads})};
   reference(expected);
   const auto on_device = [&] {
-    return KdaBackward{.q = args.q, .k = args.k, .log_decay = args.log_decay, .beta = args.beta,
-                       .sequences = args.sequences, .span_states = device.copy(forward.span_states),
-                       .r = device.copy(forward.r), .d_o = device.copy(expected.d_o, dtype),
+    return KdaBackward{.q = args.q,
+                       .k = args.k,
+                       .log_decay = args.log_decay,
+                       .beta = args.beta,
+                       .sequences = args.sequences,
+                       .span_states = device.copy(forward.span_states),
+                       .r = device.copy(forward.r),
+                       .d_o = device.copy(expected.d_o, dtype),
                        .dq = device.output(dtype, {tokens, heads, shape.dk}),
                        .dk = device.output(dtype, {tokens, heads, shape.dk}),
                        .dlog_decay = device.output(DType::kF32, {tokens, heads, shape.dk}),
@@ -181,15 +192,27 @@ TEST_P(KdaCudaTest, RecurrentEqualsReference) {
   const auto [shape, decays, dtype] = GetParam();
   TensorPool pool(3);
   CudaPool device;
-  const Kda inputs = make_call(pool, dtype, sequences_of(pool, {20, 0, 1, 9, 0}, {0, 3, 5, 8, 0}), shape, decays);
-  const KdaRecurrent expected{.q = inputs.q, .k = inputs.k, .v = inputs.v, .log_decay = inputs.log_decay,
-                              .beta = inputs.beta, .sequences = inputs.sequences,
+  const Kda inputs =
+      make_call(pool, dtype, sequences_of(pool, {20, 0, 1, 9, 0}, {0, 3, 5, 8, 0}), shape, decays);
+  const KdaRecurrent expected{.q = inputs.q,
+                              .k = inputs.k,
+                              .v = inputs.v,
+                              .log_decay = inputs.log_decay,
+                              .beta = inputs.beta,
+                              .sequences = inputs.sequences,
                               .state = pool.random(DType::kF32, {6, shape.heads, shape.dk, shape.dv}),
-                              .slots = pool.ints({5}, {2, 0, 4, 5, 1}), .o = inputs.o};
+                              .slots = pool.ints({5}, {2, 0, 4, 5, 1}),
+                              .o = inputs.o};
   const Kda on_device = on_cuda(device, inputs, dtype);
-  const KdaRecurrent args{.q = on_device.q, .k = on_device.k, .v = on_device.v, .log_decay = on_device.log_decay,
-                          .beta = on_device.beta, .sequences = on_device.sequences, .state = device.copy(expected.state),
-                          .slots = device.copy(expected.slots), .o = on_device.o};
+  const KdaRecurrent args{.q = on_device.q,
+                          .k = on_device.k,
+                          .v = on_device.v,
+                          .log_decay = on_device.log_decay,
+                          .beta = on_device.beta,
+                          .sequences = on_device.sequences,
+                          .state = device.copy(expected.state),
+                          .slots = device.copy(expected.slots),
+                          .o = on_device.o};
   launch(args, cuda_stream());
   reference(expected);
   testing::expect_close(args.o, expected.o);
@@ -199,16 +222,19 @@ TEST_P(KdaCudaTest, RecurrentEqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, KdaCudaTest,
-    ::testing::Combine(::testing::Values(Shape{2, 8, 8}, Shape{1, 24, 40}, Shape{2, 64, 64}, Shape{1, 33, 130},
-                                         Shape{2, 128, 128}),
+    ::testing::Combine(::testing::Values(Shape{2, 8, 8}, Shape{1, 24, 40}, Shape{2, 64, 64},
+                                         Shape{1, 33, 130}, Shape{2, 128, 128}),
                        ::testing::Values(Decays::kTypical, Decays::kStrong, Decays::kMixed),
                        ::testing::Values(DType::kF32, DType::kBf16)));
 
-class KdaCudaBits : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<Shape, DType>> {};
+class KdaCudaBits : public testing::CudaTest,
+                    public ::testing::WithParamInterface<std::tuple<Shape, DType>> {};
 
 // Of the cache, what a sequence with `tokens` tokens has defined.
-void expect_same_cache(const KdaState& actual, const KdaState& expected, int64_t expected_slot, int64_t tokens) {
-  if (tokens >= kKdaChunk) testing::expect_same_bits_on_device(actual.state[0], expected.state[expected_slot]);
+void expect_same_cache(const KdaState& actual, const KdaState& expected, int64_t expected_slot,
+                       int64_t tokens) {
+  if (tokens >= kKdaChunk)
+    testing::expect_same_bits_on_device(actual.state[0], expected.state[expected_slot]);
   const int64_t live = tokens % kKdaChunk;
   const auto expect_rows = [&](const Tensor& a, const Tensor& b) {
     testing::expect_same_bits_on_device(a[0].slice(0, 0, live), b[expected_slot].slice(0, 0, live));
@@ -252,7 +278,8 @@ TEST_P(KdaCudaBits, AnyCutGivesTheSameBits) {
         call.*member = (whole.*member).slice(0, begin, end);
       }
       call.o = part.o.slice(0, begin, end);
-      call.sequences = device.copy(sequences_of(pool, {static_cast<int32_t>(end - begin)}, {static_cast<int32_t>(begin)}));
+      call.sequences =
+          device.copy(sequences_of(pool, {static_cast<int32_t>(end - begin)}, {static_cast<int32_t>(begin)}));
       launch(call, cuda_stream());
     }
     testing::expect_same_bits_on_device(part.o, whole.o.slice(0, 0, kTokens));
@@ -262,7 +289,8 @@ TEST_P(KdaCudaBits, AnyCutGivesTheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, KdaCudaBits,
-                         ::testing::Combine(::testing::Values(Shape{2, 8, 8}, Shape{1, 33, 130}, Shape{2, 128, 128}),
+                         ::testing::Combine(::testing::Values(Shape{2, 8, 8}, Shape{1, 33, 130},
+                                                              Shape{2, 128, 128}),
                                             ::testing::Values(DType::kF32, DType::kBf16)));
 
 }  // namespace

@@ -1,5 +1,6 @@
-// KDA's forward on the device: a block has one head of one sequence and 32 columns of its state, which stay in registers
-// while the chunks go by. In a chunk's arithmetic (kda.h) a row uses the chunk's start state and the earlier rows alone.
+// KDA's forward on the device: a block has one head of one sequence and 32 columns of its state, which stay
+// in registers while the chunks go by. In a chunk's arithmetic (kda.h) a row uses the chunk's start state and
+// the earlier rows alone.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,18 +12,26 @@ namespace slipstream::kernels {
 
 constexpr int kChunk = static_cast<int>(kKdaChunk), kSpan = static_cast<int>(kKdaSpan);
 constexpr int kKdaThreads = 256, kKdaWarps = kKdaThreads / kWarp;
-constexpr int kKdaKeyMax = 128;                              // d_k
-constexpr int kKdaOwn = kKdaKeyMax / kKdaWarps;              // rows of the state a thread holds: warp w from 16 w on
+constexpr int kKdaKeyMax = 128;                  // d_k
+constexpr int kKdaOwn = kKdaKeyMax / kKdaWarps;  // rows of the state a thread holds: warp w from 16 w on
 
 struct KdaStateView {
   float *state, *chunk_k, *chunk_g, *chunk_u;  // null when absent
   int64_t state_slot, state_head, state_row;
   int64_t k_slot, k_row, k_head, g_slot, g_row, g_head, u_slot, u_row, u_head;
 
-  __device__ float* state_at(int slot, int head) const { return state + slot * state_slot + head * state_head; }
-  __device__ float* k_at(int slot, int row, int head) const { return chunk_k + slot * k_slot + row * k_row + head * k_head; }
-  __device__ float* g_at(int slot, int row, int head) const { return chunk_g + slot * g_slot + row * g_row + head * g_head; }
-  __device__ float* u_at(int slot, int row, int head) const { return chunk_u + slot * u_slot + row * u_row + head * u_head; }
+  __device__ float* state_at(int slot, int head) const {
+    return state + slot * state_slot + head * state_head;
+  }
+  __device__ float* k_at(int slot, int row, int head) const {
+    return chunk_k + slot * k_slot + row * k_row + head * k_head;
+  }
+  __device__ float* g_at(int slot, int row, int head) const {
+    return chunk_g + slot * g_slot + row * g_row + head * g_head;
+  }
+  __device__ float* u_at(int slot, int row, int head) const {
+    return chunk_u + slot * u_slot + row * u_row + head * u_head;
+  }
 };
 
 template <class X>
@@ -38,11 +47,12 @@ struct KdaView {
   int heads, dk, dv;
 };
 
-
-// A and B of rows [begin, end): a pair is one warp's sum over channels lane, lane + 32, ... with the key decayed row by row.
+// A and B of rows [begin, end): a pair is one warp's sum over channels lane, lane + 32, ... with the key
+// decayed row by row.
 template <int kPitch>
-__device__ void score_chunk(const float (*decay)[kPitch], const float (*key)[kPitch], const float (*query)[kPitch], int begin,
-                            int end, float (*a)[kChunk], float (*b)[kChunk]) {
+__device__ void score_chunk(const float (*decay)[kPitch], const float (*key)[kPitch],
+                            const float (*query)[kPitch], int begin, int end, float (*a)[kChunk],
+                            float (*b)[kChunk]) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   constexpr int kOwn = kKdaKeyMax / kWarp;
   for (int half = 0; half < 2; ++half) {  // a warp's two columns have 17 pairs between them
@@ -79,8 +89,8 @@ static_assert(2 * kKdaWarps == kChunk);
 struct KdaShared {
   float decay[kChunk][kKdaKeyMax], key[kChunk][kKdaKeyMax], query[kChunk][kKdaKeyMax];
   float key_prefix[kChunk][kKdaKeyMax], query_prefix[kChunk][kKdaKeyMax];  // k P, q P
-  float carried[kChunk][kKdaKeyMax];                                      // k_j E_Cj
-  float total[kKdaKeyMax];                                                // P_C
+  float carried[kChunk][kKdaKeyMax];                                       // k_j E_Cj
+  float total[kKdaKeyMax];                                                 // P_C
   float a[kChunk][kChunk], b[kChunk][kChunk];
   float partial[2 * kChunk][kKdaWarps][kWarp];
   float products[2 * kChunk][kWarp];
@@ -103,7 +113,8 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
   const int slot = keeps ? view.slots[sequence] : 0;
   int span = 0;  // the sequence's first
   if (view.span_states != nullptr) {
-    for (int b = lane; b < sequence; b += kWarp) span += (view.batch.row_begin[b + 1] - view.batch.row_begin[b] + kSpan - 1) / kSpan;
+    for (int b = lane; b < sequence; b += kWarp)
+      span += (view.batch.row_begin[b + 1] - view.batch.row_begin[b] + kSpan - 1) / kSpan;
     span = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(span)));
   }
 
@@ -177,8 +188,10 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
       for (int r = 0; r < kKdaOwn; r += 4) {
         const float4 k = *reinterpret_cast<const float4*>(&s.key_prefix[i][warp * kKdaOwn + r]);
         const float4 q = *reinterpret_cast<const float4*>(&s.query_prefix[i][warp * kKdaOwn + r]);
-        to_key = fmaf(k.w, state[r + 3], fmaf(k.z, state[r + 2], fmaf(k.y, state[r + 1], fmaf(k.x, state[r], to_key))));
-        to_query = fmaf(q.w, state[r + 3], fmaf(q.z, state[r + 2], fmaf(q.y, state[r + 1], fmaf(q.x, state[r], to_query))));
+        to_key = fmaf(k.w, state[r + 3],
+                      fmaf(k.z, state[r + 2], fmaf(k.y, state[r + 1], fmaf(k.x, state[r], to_key))));
+        to_query = fmaf(q.w, state[r + 3],
+                        fmaf(q.z, state[r + 2], fmaf(q.y, state[r + 1], fmaf(q.x, state[r], to_query))));
       }
       s.partial[i][warp][lane] = to_key;
       s.partial[kChunk + i][warp][lane] = to_query;
@@ -214,7 +227,8 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
     }
     if (end < kChunk) {
       if (!keeps || !inside) continue;
-      for (int i = begin + warp; i < end; i += kKdaWarps) view.cache.u_at(slot, i, head)[column] = s.u[i][lane];
+      for (int i = begin + warp; i < end; i += kKdaWarps)
+        view.cache.u_at(slot, i, head)[column] = s.u[i][lane];
       continue;
     }
     float u[kChunk];
@@ -236,7 +250,8 @@ __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view
   }
 }
 
-// The keys and decays of the open chunk go to the cache once every block of kda_forward has read what stood there.
+// The keys and decays of the open chunk go to the cache once every block of kda_forward has read what stood
+// there.
 template <class X>
 __global__ void kda_keep_rows(const KdaView<X> view) {
   const int sequence = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.x);

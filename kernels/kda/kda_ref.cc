@@ -33,7 +33,8 @@ template <class Args>
 absl::Status expect_inputs(const Operands& op, const Args& args) {
   RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), dk = args.q.size(2);
-  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || dk <= kKdaWidthCuda, "q: more than 128 channels on CUDA"));
+  RETURN_IF_ERROR(
+      expect_supported(op, on_host(args.q) || dk <= kKdaWidthCuda, "q: more than 128 channels on CUDA"));
   RETURN_IF_ERROR(expect_activation(op, "k", args.k, {tokens, heads, dk}));
   RETURN_IF_ERROR(expect_activation(op, "v", args.v, {tokens, heads, -1}));
   RETURN_IF_ERROR(expect_tensor(op, "log_decay", args.log_decay, DType::kF32, {tokens, heads, dk}));

@@ -1,10 +1,9 @@
-#include "kernels/mhc/mhc.h"
-
 #include <algorithm>
 
 #include "kernels/cuda/column_sums.cuh"
 #include "kernels/cuda/device.cuh"
 #include "kernels/launch_cuda.h"
+#include "kernels/mhc/mhc.h"
 #include "kernels/mhc/sinkhorn.cuh"
 
 namespace slipstream::kernels {
@@ -75,8 +74,8 @@ __global__ void mix_streams(const MixView<X> view) {
 }
 
 template <int N>
-__device__ Matrix<N> comb_logits(const Rows<float>& zr, const float* base, const float* scale, const float* inv_rms,
-                                 int64_t t) {
+__device__ Matrix<N> comb_logits(const Rows<float>& zr, const float* base, const float* scale,
+                                 const float* inv_rms, int64_t t) {
   Matrix<N> m;
   const float r = inv_rms[t];
 #pragma unroll
@@ -91,9 +90,9 @@ __device__ Matrix<N> comb_logits(const Rows<float>& zr, const float* base, const
 }
 
 template <int N>
-__global__ void __launch_bounds__(kTokenThreads) mix_comb(Rows<float> zr, const float* base, const float* scale,
-                                                          const float* inv_rms, float eps, int iterations, int64_t tokens,
-                                                          Heads<float> comb) {
+__global__ void __launch_bounds__(kTokenThreads)
+    mix_comb(Rows<float> zr, const float* base, const float* scale, const float* inv_rms, float eps,
+             int iterations, int64_t tokens, Heads<float> comb) {
   const int64_t t = int64_t{blockIdx.x} * kTokenThreads + threadIdx.x;
   if (t >= tokens) return;
   Matrix<N> m = comb_logits<N>(zr, base, scale, inv_rms, t);
@@ -108,10 +107,10 @@ __global__ void __launch_bounds__(kTokenThreads) mix_comb(Rows<float> zr, const 
 // --- MhcMixBackward: dzr holds the gradients of the logits until the last kernel ---
 
 template <int N>
-__global__ void __launch_bounds__(kTokenThreads) mix_comb_backward(Rows<float> zr, const float* base, const float* scale,
-                                                                   const float* inv_rms, float eps, int iterations,
-                                                                   int64_t begin, int64_t end, Heads<float> dcomb,
-                                                                   Rows<float> dzr, float* tape_data, int64_t tape_stride) {
+__global__ void __launch_bounds__(kTokenThreads)
+    mix_comb_backward(Rows<float> zr, const float* base, const float* scale, const float* inv_rms, float eps,
+                      int iterations, int64_t begin, int64_t end, Heads<float> dcomb, Rows<float> dzr,
+                      float* tape_data, int64_t tape_stride) {
   const int64_t local = int64_t{blockIdx.x} * kTokenThreads + threadIdx.x, t = begin + local;
   if (t >= end) return;
   const SinkhornTape tape{tape_data + local, tape_stride};
@@ -173,7 +172,8 @@ __global__ void mix_streams_backward(const MixBackwardView<X> view) {
   }
   __syncthreads();
   float dinv_rms = 0.0f;
-  for (int e = 0; e < columns; ++e) dinv_rms = fmaf(dlogits[e] * scale_of(view.scale, e, n), view.zr[t][e], dinv_rms);
+  for (int e = 0; e < columns; ++e)
+    dinv_rms = fmaf(dlogits[e] * scale_of(view.scale, e, n), view.zr[t][e], dinv_rms);
   // d inv_rms / d x = -inv_rms^3 x / (n H).
   const float along_x =
       -dinv_rms * inv_rms * inv_rms * inv_rms / static_cast<float>(static_cast<int64_t>(n) * view.width);
@@ -190,7 +190,8 @@ __global__ void mix_streams_backward(const MixBackwardView<X> view) {
   });
 }
 
-__global__ void mix_finish_dzr(Rows<float> dzr, const float* scale, const float* inv_rms, int n, int64_t tokens) {
+__global__ void mix_finish_dzr(Rows<float> dzr, const float* scale, const float* inv_rms, int n,
+                               int64_t tokens) {
   const int columns = (2 + n) * n;
   const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (at >= tokens * columns) return;
@@ -232,7 +233,8 @@ __global__ void merge_streams(const MergeView<X> view) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float c = comb[i][j];
-        sum = {fmaf(c, x[i].x, sum.x), fmaf(c, x[i].y, sum.y), fmaf(c, x[i].z, sum.z), fmaf(c, x[i].w, sum.w)};
+        sum = {fmaf(c, x[i].x, sum.x), fmaf(c, x[i].y, sum.y), fmaf(c, x[i].z, sum.z),
+               fmaf(c, x[i].w, sum.w)};
       }
       store_run(view.out.at(t, j) + h, sum, count, view.whole);
     }
@@ -273,7 +275,8 @@ __global__ void merge_streams_backward(const MergeView<X> view) {
       for (int j = 0; j < N; ++j) {
         const float c = comb[i][j];
         dcomb[i][j] = dot4(g[j], x, dcomb[i][j]);
-        sum = {fmaf(c, g[j].x, sum.x), fmaf(c, g[j].y, sum.y), fmaf(c, g[j].z, sum.z), fmaf(c, g[j].w, sum.w)};
+        sum = {fmaf(c, g[j].x, sum.x), fmaf(c, g[j].y, sum.y), fmaf(c, g[j].z, sum.z),
+               fmaf(c, g[j].w, sum.w)};
       }
       store_run(view.dx.at(t, i) + h, sum, count, view.whole);
     }
@@ -323,15 +326,24 @@ __global__ void copy_to_streams(Rows<X> x, Heads<X> out, int n, int width, float
 template <class F>
 void for_stream_count(int64_t n, F&& f) {
   switch (n) {
-    case 1: return f(std::integral_constant<int, 1>());
-    case 2: return f(std::integral_constant<int, 2>());
-    case 3: return f(std::integral_constant<int, 3>());
-    case 4: return f(std::integral_constant<int, 4>());
-    case 5: return f(std::integral_constant<int, 5>());
-    case 6: return f(std::integral_constant<int, 6>());
-    case 7: return f(std::integral_constant<int, 7>());
-    case 8: return f(std::integral_constant<int, 8>());
-    default: CHECK(false && "streams");
+    case 1:
+      return f(std::integral_constant<int, 1>());
+    case 2:
+      return f(std::integral_constant<int, 2>());
+    case 3:
+      return f(std::integral_constant<int, 3>());
+    case 4:
+      return f(std::integral_constant<int, 4>());
+    case 5:
+      return f(std::integral_constant<int, 5>());
+    case 6:
+      return f(std::integral_constant<int, 6>());
+    case 7:
+      return f(std::integral_constant<int, 7>());
+    case 8:
+      return f(std::integral_constant<int, 8>());
+    default:
+      CHECK(false && "streams");
   }
 }
 
@@ -388,12 +400,13 @@ void mix_backward(const MhcMixBackward& args, Stream& stream) {
       const int64_t end = std::min(begin + round, tokens);
       for_stream_count(n, [&](auto count) {
         mix_comb_backward<count()><<<token_blocks(end - begin), kTokenThreads, 0, cuda_stream(stream)>>>(
-            view.zr, view.base, view.scale, view.inv_rms, view.eps, static_cast<int>(args.iterations), begin, end,
-            heads_of<float>(args.dcomb), view.dzr, tape, round);
+            view.zr, view.base, view.scale, view.inv_rms, view.eps, static_cast<int>(args.iterations), begin,
+            end, heads_of<float>(args.dcomb), view.dzr, tape, round);
       });
     }
   }
-  mix_streams_backward<X><<<static_cast<unsigned>(tokens), row_threads(view.width), 0, cuda_stream(stream)>>>(view);
+  mix_streams_backward<X>
+      <<<static_cast<unsigned>(tokens), row_threads(view.width), 0, cuda_stream(stream)>>>(view);
   add_column_sums([dzr = view.dzr] __device__(int64_t t, int64_t e) { return dzr[t][e]; }, tokens, columns,
                   args.dbase.f32(), stream);
   add_column_sums(

@@ -1,17 +1,16 @@
-// Goal: on CUDA launch() is reference() within tolerance for empty, odd, strided and real shapes of one to eight streams in
-// f32 and bf16, and in place; a token ignores its neighbours and runs repeat, bit for bit.
-#include "kernels/mhc/mhc.h"
-
+// Goal: on CUDA launch() is reference() within tolerance for empty, odd, strided and real shapes of one to
+// eight streams in f32 and bf16, and in place; a token ignores its neighbours and runs repeat, bit for bit.
 #include <algorithm>
 #include <tuple>
 
+#include "kernels/mhc/mhc.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
 namespace {
 
-using testing::CudaPool;
 using testing::cuda_stream;
+using testing::CudaPool;
 using testing::TensorPool;
 
 struct Shape {
@@ -48,11 +47,19 @@ MhcMix on_cuda(CudaPool& device, const MhcMix& host, DType dtype) {
 
 MhcMixBackward make_mix_backward(TensorPool& pool, const MhcMix& mix, DType dtype) {
   const int64_t tokens = mix.x.size(0), n = mix.x.size(1), width = mix.x.size(2);
-  return {.x = mix.x, .zr = mix.zr, .base = mix.base, .scale = mix.scale, .eps = mix.eps, .iterations = mix.iterations,
-          .inv_rms = mix.inv_rms, .du = testing::random_as(pool, dtype, {tokens, width}),
-          .dpost = pool.random(DType::kF32, {tokens, n}), .dcomb = pool.random(DType::kF32, {tokens, n, n}),
+  return {.x = mix.x,
+          .zr = mix.zr,
+          .base = mix.base,
+          .scale = mix.scale,
+          .eps = mix.eps,
+          .iterations = mix.iterations,
+          .inv_rms = mix.inv_rms,
+          .du = testing::random_as(pool, dtype, {tokens, width}),
+          .dpost = pool.random(DType::kF32, {tokens, n}),
+          .dcomb = pool.random(DType::kF32, {tokens, n, n}),
           .dx = testing::random_as(pool, dtype, {tokens, n, width}),
-          .dzr = pool.output(DType::kF32, {tokens, mix.zr.size(1)}), .dbase = pool.random(DType::kF32, {mix.zr.size(1)}),
+          .dzr = pool.output(DType::kF32, {tokens, mix.zr.size(1)}),
+          .dbase = pool.random(DType::kF32, {mix.zr.size(1)}),
           .dscale = pool.random(DType::kF32, {3})};
 }
 
@@ -61,15 +68,16 @@ MhcMixBackward on_cuda(CudaPool& device, const MhcMixBackward& host, DType dtype
   for (const auto member : {&MhcMixBackward::x, &MhcMixBackward::du, &MhcMixBackward::dx}) {
     args.*member = device.copy(host.*member, dtype);
   }
-  for (const auto member : {&MhcMixBackward::zr, &MhcMixBackward::base, &MhcMixBackward::scale, &MhcMixBackward::inv_rms,
-                            &MhcMixBackward::dpost, &MhcMixBackward::dcomb, &MhcMixBackward::dzr, &MhcMixBackward::dbase,
-                            &MhcMixBackward::dscale}) {
+  for (const auto member : {&MhcMixBackward::zr, &MhcMixBackward::base, &MhcMixBackward::scale,
+                            &MhcMixBackward::inv_rms, &MhcMixBackward::dpost, &MhcMixBackward::dcomb,
+                            &MhcMixBackward::dzr, &MhcMixBackward::dbase, &MhcMixBackward::dscale}) {
     args.*member = device.copy(host.*member);
   }
   return args;
 }
 
-class MhcCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<DType, Shape>> {};
+class MhcCudaTest : public testing::CudaTest,
+                    public ::testing::WithParamInterface<std::tuple<DType, Shape>> {};
 
 TEST_P(MhcCudaTest, MixEqualsReference) {
   const auto [dtype, shape] = GetParam();
@@ -118,8 +126,11 @@ TEST_P(MhcCudaTest, MergeEqualsReference) {
                           .post = pool.random(DType::kF32, {s.tokens, s.n}),
                           .comb = pool.random(DType::kF32, {s.tokens, s.n, s.n}),
                           .out = pool.output(DType::kF32, {s.tokens, s.n, s.width})};
-  const MhcMerge args{.x = device.copy(expected.x, dtype), .y = device.copy(expected.y, dtype),
-                      .post = device.copy(expected.post), .comb = device.copy(expected.comb), .out = streams_out()};
+  const MhcMerge args{.x = device.copy(expected.x, dtype),
+                      .y = device.copy(expected.y, dtype),
+                      .post = device.copy(expected.post),
+                      .comb = device.copy(expected.comb),
+                      .out = streams_out()};
   launch(args, cuda_stream());
   reference(expected);
   testing::expect_close(args.out, expected.out);
@@ -128,15 +139,22 @@ TEST_P(MhcCudaTest, MergeEqualsReference) {
   launch(in_place, cuda_stream());
   testing::expect_same_bits_on_device(in_place.out, args.out);
 
-  const MhcMergeBackward expected_backward{.x = expected.x, .y = expected.y, .post = expected.post, .comb = expected.comb,
+  const MhcMergeBackward expected_backward{.x = expected.x,
+                                           .y = expected.y,
+                                           .post = expected.post,
+                                           .comb = expected.comb,
                                            .dout = testing::random_as(pool, dtype, {s.tokens, s.n, s.width}),
                                            .dx = pool.output(DType::kF32, {s.tokens, s.n, s.width}),
                                            .dy = pool.output(DType::kF32, {s.tokens, s.width}),
                                            .dpost = pool.output(DType::kF32, {s.tokens, s.n}),
                                            .dcomb = pool.output(DType::kF32, {s.tokens, s.n, s.n})};
   reference(expected_backward);
-  const MhcMergeBackward backward{.x = args.x, .y = args.y, .post = args.post, .comb = args.comb,
-                                  .dout = device.copy(expected_backward.dout, dtype), .dx = streams_out(),
+  const MhcMergeBackward backward{.x = args.x,
+                                  .y = args.y,
+                                  .post = args.post,
+                                  .comb = args.comb,
+                                  .dout = device.copy(expected_backward.dout, dtype),
+                                  .dx = streams_out(),
                                   .dy = device.output(dtype, {s.tokens, s.width}),
                                   .dpost = device.output(DType::kF32, {s.tokens, s.n}),
                                   .dcomb = device.output(DType::kF32, {s.tokens, s.n, s.n})};
@@ -169,7 +187,8 @@ TEST_P(MhcCudaTest, EndsEqualReference) {
   launch(expand, cuda_stream());
   reference(expand_ref);
   testing::expect_close(expand.out, expand_ref.out);
-  const MhcMeanBackward spread{.dout = device_row, .dx = streams_out()}, spread_ref{.dout = row, .dx = host_streams()};
+  const MhcMeanBackward spread{.dout = device_row, .dx = streams_out()},
+      spread_ref{.dout = row, .dx = host_streams()};
   launch(spread, cuda_stream());
   reference(spread_ref);
   testing::expect_close(spread.dx, spread_ref.dx);
@@ -177,19 +196,20 @@ TEST_P(MhcCudaTest, EndsEqualReference) {
   launch(mean, cuda_stream());
   reference(mean_ref);
   testing::expect_close(mean.out, mean_ref.out);
-  const MhcExpandBackward sum{.dout = device_streams, .dx = rows_out()}, sum_ref{.dout = streams, .dx = host_rows()};
+  const MhcExpandBackward sum{.dout = device_streams, .dx = rows_out()},
+      sum_ref{.dout = streams, .dx = host_rows()};
   launch(sum, cuda_stream());
   reference(sum_ref);
   testing::expect_close(sum.dx, sum_ref.dx);
   device.expect_fences_intact();
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, MhcCudaTest,
-                         ::testing::Combine(::testing::Values(DType::kF32, DType::kBf16),
-                                            ::testing::Values(Shape{0, 4, 8}, Shape{3, 1, 5}, Shape{19, 2, 67},
-                                                              Shape{65, 3, 16}, Shape{33, 4, 130}, Shape{70, 4, 4096},
-                                                              Shape{20, 5, 67}, Shape{20, 6, 16}, Shape{20, 7, 67},
-                                                              Shape{20, 8, 67})));
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, MhcCudaTest,
+    ::testing::Combine(::testing::Values(DType::kF32, DType::kBf16),
+                       ::testing::Values(Shape{0, 4, 8}, Shape{3, 1, 5}, Shape{19, 2, 67}, Shape{65, 3, 16},
+                                         Shape{33, 4, 130}, Shape{70, 4, 4096}, Shape{20, 5, 67},
+                                         Shape{20, 6, 16}, Shape{20, 7, 67}, Shape{20, 8, 67})));
 
 class MhcCudaBits : public testing::CudaTest, public ::testing::WithParamInterface<DType> {};
 
@@ -201,19 +221,22 @@ TEST_P(MhcCudaBits, TokenIgnoresItsNeighbours) {
   const MhcMix together = on_cuda(device, host, dtype), pieces = on_cuda(device, host, dtype);
   launch(together, cuda_stream());
   const MhcMixBackward backward_host = make_mix_backward(pool, host, dtype);
-  MhcMixBackward back_together = on_cuda(device, backward_host, dtype), back_pieces = on_cuda(device, backward_host, dtype);
+  MhcMixBackward back_together = on_cuda(device, backward_host, dtype),
+                 back_pieces = on_cuda(device, backward_host, dtype);
   back_together.inv_rms = back_pieces.inv_rms = together.inv_rms;
   launch(back_together, cuda_stream());
   for (int64_t begin = 0, size = 1; begin < 53; begin += size++) {
     const int64_t end = std::min<int64_t>(begin + size, 53);
     MhcMix part = pieces;
-    for (const auto member : {&MhcMix::x, &MhcMix::zr, &MhcMix::inv_rms, &MhcMix::post, &MhcMix::comb, &MhcMix::u}) {
+    for (const auto member :
+         {&MhcMix::x, &MhcMix::zr, &MhcMix::inv_rms, &MhcMix::post, &MhcMix::comb, &MhcMix::u}) {
       part.*member = (pieces.*member).slice(0, begin, end);
     }
     launch(part, cuda_stream());
     MhcMixBackward back = back_pieces;
-    for (const auto member : {&MhcMixBackward::x, &MhcMixBackward::zr, &MhcMixBackward::inv_rms, &MhcMixBackward::du,
-                              &MhcMixBackward::dpost, &MhcMixBackward::dcomb, &MhcMixBackward::dx, &MhcMixBackward::dzr}) {
+    for (const auto member :
+         {&MhcMixBackward::x, &MhcMixBackward::zr, &MhcMixBackward::inv_rms, &MhcMixBackward::du,
+          &MhcMixBackward::dpost, &MhcMixBackward::dcomb, &MhcMixBackward::dx, &MhcMixBackward::dzr}) {
       back.*member = (back_pieces.*member).slice(0, begin, end);
     }
     launch(back, cuda_stream());

@@ -10,8 +10,9 @@ struct Matrix {
   float at[N][N];
 };
 
-// What the backward needs of the iterations: the softmax, then of each of the 2 iterations - 1 normalisations (columns, rows,
-// columns, ...) its result and the N factors it multiplied with. Element e of thread t is at e * stride + t.
+// What the backward needs of the iterations: the softmax, then of each of the 2 iterations - 1 normalisations
+// (columns, rows, columns, ...) its result and the N factors it multiplied with. Element e of thread t is at
+// e * stride + t.
 struct SinkhornTape {
   float* data;
   int64_t stride;

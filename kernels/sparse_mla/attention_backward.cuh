@@ -1,7 +1,8 @@
-// The gradients of attention in two passes over rounds of queries. First a query's probabilities p, their gradients
+// The gradients of attention in two passes over rounds of queries. First a query's probabilities p, their
+// gradients
 //   ds = p (dO · v - dO · o) scale
-// and dq; then every tile of keys adds the shares of the round's queries to its rows, in ascending order of queries.
-// No two blocks add to one element, and where rounds end changes nothing: the sums wait in fp32.
+// and dq; then every tile of keys adds the shares of the round's queries to its rows, in ascending order of
+// queries. No two blocks add to one element, and where rounds end changes nothing: the sums wait in fp32.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,11 +67,12 @@ __global__ void __launch_bounds__(kFmaThreads) attend_backward_queries(const Gra
       };
     };
     load_rows<K>(keys, kFmaKeys, forward.key_width, row(forward.keys, forward.key_width));
-    if (!forward.shared) load_rows<K>(values, kFmaKeys, forward.value_width, row(forward.values, forward.value_width));
+    if (!forward.shared)
+      load_rows<K>(values, kFmaKeys, forward.value_width, row(forward.values, forward.value_width));
     __syncthreads();
     const int first = 2 * warp, second = first + 1;
-    const float2 products =
-        two_products(queries + first * key_pitch, queries + second * key_pitch, keys + lane * key_pitch, key_pitch);
+    const float2 products = two_products(queries + first * key_pitch, queries + second * key_pitch,
+                                         keys + lane * key_pitch, key_pitch);
     // The padding of dO's rows is zero, so it may meet the values' other columns.
     const float2 dp = two_products(slopes + first * value_pitch, slopes + second * value_pitch,
                                    values + lane * values_pitch, (forward.value_width + 3) / 4 * 4);
@@ -136,7 +138,8 @@ __device__ inline int first_entry(const KeyList& list, int position) {
   return low;
 }
 
-// Block (x, y): tile x of the keys; y: a key head and 64 columns of the keys or, after those, of separate values.
+// Block (x, y): tile x of the keys; y: a key head and 64 columns of the keys or, after those, of separate
+// values.
 template <class X, class K>
 __global__ void __launch_bounds__(kGradThreads) attend_backward_keys(const GradientView<X, K> view) {
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -145,7 +148,8 @@ __global__ void __launch_bounds__(kGradThreads) attend_backward_keys(const Gradi
   const int thread = static_cast<int>(threadIdx.x);
   const Piece piece = find_piece(forward.batch, kGradKeys, static_cast<int>(blockIdx.x));
   if (piece.sequence < 0) return;
-  const int begin = forward.batch.row_begin[piece.sequence], end = forward.batch.row_begin[piece.sequence + 1];
+  const int begin = forward.batch.row_begin[piece.sequence],
+            end = forward.batch.row_begin[piece.sequence + 1];
   const int key_slices = (forward.key_width + kGradColumns - 1) / kGradColumns;
   const int value_slices = forward.shared ? 0 : (forward.value_width + kGradColumns - 1) / kGradColumns;
   const int slice = static_cast<int>(blockIdx.y) % (key_slices + value_slices);
@@ -156,7 +160,8 @@ __global__ void __launch_bounds__(kGradThreads) attend_backward_keys(const Gradi
   float* const sums = of_keys ? view.key_sums : view.value_sums;
   const int column = thread % kGradColumns, quarter = thread / kGradColumns;
   const auto sum_at = [&](int key) {
-    return sums + (static_cast<int64_t>(begin + piece.first + key) * forward.kv_heads + kv_head) * width + first_column;
+    return sums + (static_cast<int64_t>(begin + piece.first + key) * forward.kv_heads + kv_head) * width +
+           first_column;
   };
   const int keys = min(kGradKeys, end - begin - piece.first);
   for (int key = quarter; key < keys; key += kGradThreads / kGradColumns) {
@@ -182,24 +187,30 @@ __global__ void __launch_bounds__(kGradThreads) attend_backward_keys(const Gradi
         __syncthreads();
         if (h0 == 0 && thread < entries) {
           const int entry = first_entry_of_tile + thread;
-          s.key[thread] = (forward.indices == nullptr ? entry : forward.indices[t * forward.indices_stride + entry]) -
-                          piece.first;
+          s.key[thread] =
+              (forward.indices == nullptr ? entry : forward.indices[t * forward.indices_stride + entry]) -
+              piece.first;
         }
         for (int j = thread; j < heads * 64; j += kGradThreads) {
           const int h = j / 64, c = j % 64;
           if (of_keys) {
-            s.q[h][c] = first_column + c < forward.key_width ? load(forward.q.at(t, head + h) + first_column + c) : 0.0f;
+            s.q[h][c] = first_column + c < forward.key_width
+                            ? load(forward.q.at(t, head + h) + first_column + c)
+                            : 0.0f;
             s.ds[h][c] = c < entries ? view.ds[view.entry(t, head + h) + first_entry_of_tile + c] : 0.0f;
           }
           if (of_values) {
-            s.d_o[h][c] = first_column + c < forward.value_width ? load(view.d_o.at(t, head + h) + first_column + c) : 0.0f;
+            s.d_o[h][c] = first_column + c < forward.value_width
+                              ? load(view.d_o.at(t, head + h) + first_column + c)
+                              : 0.0f;
             s.p[h][c] = c < entries ? view.p[view.entry(t, head + h) + first_entry_of_tile + c] : 0.0f;
           }
         }
         __syncthreads();
         for (int e = quarter * 4; e < entries; e += kGradThreads / kGradColumns * 4) {
           float sum[4] = {};
-          const auto add = [&](const float (&left)[kGradHeads][kGradKeys], const float (&right)[kGradHeads][kGradColumns]) {
+          const auto add = [&](const float(&left)[kGradHeads][kGradKeys],
+                               const float(&right)[kGradHeads][kGradColumns]) {
             for (int h = 0; h < heads; ++h) {
               const float4 factor = *reinterpret_cast<const float4*>(&left[h][e]);
               const float value = right[h][column];

@@ -1,4 +1,5 @@
-// The two passes of attention_backward.cuh on tensor cores, for bf16 activations and stores: p and ds are kept in bf16.
+// The two passes of attention_backward.cuh on tensor cores, for bf16 activations and stores: p and ds are
+// kept in bf16.
 #pragma once
 
 #include "kernels/sparse_mla/attention_backward.cuh"
@@ -16,14 +17,15 @@ struct MmaGradQueries {
 
   static constexpr int shared_bytes(int key_width, int value_width) {
     const int key_row = mma_row_bytes(key_width), value_row = mma_row_bytes(value_width);
-    return (kHeads + kMmaKeys) * key_row + (kHeads + (kShared ? 0 : kMmaKeys)) * value_row + kHeads * kMmaKeys * 2 +
-           kHeads * 8;
+    return (kHeads + kMmaKeys) * key_row + (kHeads + (kShared ? 0 : kMmaKeys)) * value_row +
+           kHeads * kMmaKeys * 2 + kHeads * 8;
   }
 };
 
 template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
 __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
-    attend_backward_queries_mma(const GradientView<bf16, bf16> view, bf16* kept_p, bf16* kept_ds, bool query_vectors) {
+    attend_backward_queries_mma(const GradientView<bf16, bf16> view, bf16* kept_p, bf16* kept_ds,
+                                bool query_vectors) {
   using Shape = MmaGradQueries<kRowTiles, kColumnWarps, kTiles, kShared>;
   extern __shared__ __align__(128) unsigned char tiles[];
   const AttentionView<bf16, bf16>& forward = view.forward;
@@ -34,7 +36,8 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
   const SwizzledTile keys{slopes.base + Shape::kHeads * value_row, key_row};
   const SwizzledTile values = kShared ? keys : SwizzledTile{keys.base + kMmaKeys * key_row, value_row};
   const SwizzledTile ds_tile{keys.base + kMmaKeys * (key_row + (kShared ? 0 : value_row)), kMmaKeys * 2};
-  float* const means = reinterpret_cast<float*>(tiles + (ds_tile.base - queries.base) + Shape::kHeads * kMmaKeys * 2);
+  float* const means =
+      reinterpret_cast<float*>(tiles + (ds_tile.base - queries.base) + Shape::kHeads * kMmaKeys * 2);
   float* const lses = means + Shape::kHeads;
 
   const int t = view.first + static_cast<int>(blockIdx.x);
@@ -71,10 +74,13 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
     __syncthreads();  // everybody is done with the block before
     const auto row = [&](const DevicePages<bf16>& store, int width) {
       return [&, width](int i) {
-        return begin + i < list.count ? store.row(list.sequence, list.position(begin + i)) + run.kv_head * width : nullptr;
+        return begin + i < list.count
+                   ? store.row(list.sequence, list.position(begin + i)) + run.kv_head * width
+                   : nullptr;
       };
     };
-    fetch_rows<Shape::kThreads, kMmaKeys>(keys, forward.key_width, forward.vectors, row(forward.keys, forward.key_width));
+    fetch_rows<Shape::kThreads, kMmaKeys>(keys, forward.key_width, forward.vectors,
+                                          row(forward.keys, forward.key_width));
     if (!kShared) {
       fetch_rows<Shape::kThreads, kMmaKeys>(values, forward.value_width, forward.vectors,
                                             row(forward.values, forward.value_width));
@@ -84,7 +90,7 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
     __syncthreads();
     float scores[Shape::kKeyTiles][4] = {}, dp[Shape::kKeyTiles][4] = {};
     const auto multiply = [&](const SwizzledTile& left, const SwizzledTile& right, int width,
-                              float (&c)[Shape::kKeyTiles][4]) {
+                              float(&c)[Shape::kKeyTiles][4]) {
       for (int k = 0; k < width; k += 16) {
         uint32_t a[4];
         load_a(a, left, row_tile * 16, k, lane);
@@ -118,7 +124,8 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
             store(kept_ds + at, ds[i]);
           }
         }
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(ds_tile.element(head, key)), "r"(pack_bf16(ds[0], ds[1])) : "memory");
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(ds_tile.element(head, key)), "r"(pack_bf16(ds[0], ds[1]))
+                     : "memory");
       }
     }
     __syncthreads();
@@ -152,14 +159,15 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
   }
 }
 
-// --- the keys' pass: dK[entry] += sum over heads of ds[head, entry] q[head], scattered to the entries' keys ---
+// --- the keys' pass: dK[entry] += sum over heads of ds[head, entry] q[head], scattered to the entries' keys
+// ---
 
 constexpr int kMmaGradHeads = 64;  // of a key head, at most
 
 struct MmaGradShared {
   unsigned char q[2][kMmaGradHeads * 128], d_o[2][kMmaGradHeads * 128];  // 64 columns
   unsigned char ds[kMmaGradHeads * 128], p[kMmaGradHeads * 128];         // 64 entries
-  float sums[kGradKeys][kGradColumns + 8];                               // the pitch spreads a fragment's rows over banks
+  float sums[kGradKeys][kGradColumns + 8];  // the pitch spreads a fragment's rows over banks
   int begin[kGradThreads], end[kGradThreads];
   int key[kGradKeys];
 };
@@ -174,7 +182,8 @@ static __global__ void __launch_bounds__(kGradThreads)
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
   const Piece piece = find_piece(forward.batch, kGradKeys, static_cast<int>(blockIdx.x));
   if (piece.sequence < 0) return;
-  const int begin = forward.batch.row_begin[piece.sequence], end = forward.batch.row_begin[piece.sequence + 1];
+  const int begin = forward.batch.row_begin[piece.sequence],
+            end = forward.batch.row_begin[piece.sequence + 1];
   const int key_slices = (forward.key_width + kGradColumns - 1) / kGradColumns;
   const int value_slices = forward.shared ? 0 : (forward.value_width + kGradColumns - 1) / kGradColumns;
   const int slice = static_cast<int>(blockIdx.y) % (key_slices + value_slices);
@@ -187,7 +196,8 @@ static __global__ void __launch_bounds__(kGradThreads)
   const int group = forward.group(), head = kv_head * group;
   const int keys = min(kGradKeys, end - begin - piece.first);
   const auto sum_at = [&](int key) {
-    return sums + (static_cast<int64_t>(begin + piece.first + key) * forward.kv_heads + kv_head) * width + first_column;
+    return sums + (static_cast<int64_t>(begin + piece.first + key) * forward.kv_heads + kv_head) * width +
+           first_column;
   };
   for (int i = thread; i < keys * kGradColumns; i += kGradThreads) {
     const int key = i / kGradColumns, c = i % kGradColumns;
@@ -197,8 +207,9 @@ static __global__ void __launch_bounds__(kGradThreads)
   const int first_query = max(view.first, begin + piece.first), last_query = min(view.last, end);
   const auto fetch_query = [&](int t, int buffer) {
     const auto fetch = [&](unsigned char* to, const Heads<bf16>& from, int all) {
-      fetch_rows<kGradThreads, kMmaGradHeads>({shared_address(to), 128}, min(all - first_column, kGradColumns), query_vectors,
-                                              [&](int h) { return h < group ? from.at(t, head + h) + first_column : nullptr; });
+      fetch_rows<kGradThreads, kMmaGradHeads>(
+          {shared_address(to), 128}, min(all - first_column, kGradColumns), query_vectors,
+          [&](int h) { return h < group ? from.at(t, head + h) + first_column : nullptr; });
     };
     if (of_keys) fetch(s.q[buffer], forward.q, forward.key_width);
     if (of_values) fetch(s.d_o[buffer], view.d_o, forward.value_width);
@@ -224,8 +235,8 @@ static __global__ void __launch_bounds__(kGradThreads)
     while (i < queries) {
       const int t = base + i, first = s.begin[i], entries = s.end[i] - first, row_tiles = (entries + 15) / 16;
       const int next = next_query(i + 1);
-      // ds and p of the tile's entries, zeros to whole tiles of 16 entries and all 64 heads. Everybody was done with the
-      // query before when the last barrier fell.
+      // ds and p of the tile's entries, zeros to whole tiles of 16 entries and all 64 heads. Everybody was
+      // done with the query before when the last barrier fell.
       for (int j = thread; j < kMmaGradHeads * row_tiles * 16; j += kGradThreads) {
         const int h = j / (row_tiles * 16), e = j % (row_tiles * 16);
         const bool present = h < group && e < entries;
@@ -237,7 +248,8 @@ static __global__ void __launch_bounds__(kGradThreads)
       }
       if (thread < entries) {
         s.key[thread] =
-            (forward.indices == nullptr ? first + thread : forward.indices[t * forward.indices_stride + first + thread]) -
+            (forward.indices == nullptr ? first + thread
+                                        : forward.indices[t * forward.indices_stride + first + thread]) -
             piece.first;
       }
       wait_for_copies();

@@ -69,8 +69,8 @@ __device__ KeyList keys_of(const View& view, int t) {
 
 // --- fp32 arithmetic: fmaf chains on the ordinary units ---
 
-constexpr int kFmaHeads = 16;    // of one group, in a block of eight warps with two heads each
-constexpr int kFmaKeys = 32;     // a lane each
+constexpr int kFmaHeads = 16;  // of one group, in a block of eight warps with two heads each
+constexpr int kFmaKeys = 32;   // a lane each
 constexpr int kFmaThreads = 256;
 
 // Floats from one row in shared memory to the next: 16-byte chunks of a column fall into different banks.
@@ -100,7 +100,8 @@ __device__ inline float2 two_products(const float* a, const float* c, const floa
   return sum;
 }
 
-// The block's share of the work: query blockIdx.x, and of its heads a run of up to kFmaHeads under one key head.
+// The block's share of the work: query blockIdx.x, and of its heads a run of up to kFmaHeads under one key
+// head.
 struct HeadRun {
   int kv_head, first, count;
 };

@@ -1,5 +1,6 @@
-// Attention, one query and some of its heads a block. The softmax runs over blocks of the query's key list at fixed
-// places, each rescaling what came before, so the bits of a row do not depend on what else is computed with it.
+// Attention, one query and some of its heads a block. The softmax runs over blocks of the query's key list at
+// fixed places, each rescaling what came before, so the bits of a row do not depend on what else is computed
+// with it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +17,8 @@ namespace slipstream::kernels {
 template <class X, class K, int kColumns>
 __global__ void __launch_bounds__(kFmaThreads) attend_fma(const AttentionView<X, K> view) {
   extern __shared__ float shared[];
-  const int key_pitch = fma_pitch(view.key_width), value_pitch = view.shared ? key_pitch : fma_pitch(view.value_width);
+  const int key_pitch = fma_pitch(view.key_width),
+            value_pitch = view.shared ? key_pitch : fma_pitch(view.value_width);
   float* const queries = shared;
   float* const keys = queries + kFmaHeads * key_pitch;
   float* const values = view.shared ? keys : keys + kFmaKeys * key_pitch;
@@ -89,12 +91,14 @@ constexpr int kMmaKeys = 64;  // of a block of the softmax
 // Rows of bf16 in shared memory: whole 128-byte lines.
 __host__ __device__ constexpr int mma_row_bytes(int width) { return (width * 2 + 127) / 128 * 128; }
 
-// Fetches rows of a store or of queries; `row(r)` is the source or null (zeros). Asynchronous where vectors allow it.
+// Fetches rows of a store or of queries; `row(r)` is the source or null (zeros). Asynchronous where vectors
+// allow it.
 template <int kThreads, int kRows, class Row>
 __device__ void fetch_rows(const SwizzledTile& tile, int width, bool vectors, const Row& row) {
   constexpr int kThreadsARow = kThreads / kRows;
   static_assert(kThreadsARow * kRows == kThreads);
-  const int r = static_cast<int>(threadIdx.x) / kThreadsARow, part = static_cast<int>(threadIdx.x) % kThreadsARow;
+  const int r = static_cast<int>(threadIdx.x) / kThreadsARow,
+            part = static_cast<int>(threadIdx.x) % kThreadsARow;
   const bf16* from = row(r);
   const int chunks = static_cast<int>(tile.row_bytes / 16);
   for (int c = part; c < chunks; c += kThreadsARow) {
@@ -112,14 +116,14 @@ __device__ void fetch_rows(const SwizzledTile& tile, int width, bool vectors, co
         words[i / 2] |= value << (i % 2 * 16);
       }
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
                  : "memory");
   }
 }
 
-// kRowTiles x kColumnWarps warps. Warp (r, c) scores key range c for head rows [16 r, 16 r + 16), then adds up
-// kTiles x 8 columns of the output for them.
+// kRowTiles x kColumnWarps warps. Warp (r, c) scores key range c for head rows [16 r, 16 r + 16), then adds
+// up kTiles x 8 columns of the output for them.
 template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
 struct MmaAttention {
   static constexpr int kThreads = kRowTiles * kColumnWarps * kWarp;
@@ -129,7 +133,8 @@ struct MmaAttention {
 
   static constexpr int shared_bytes(int key_width, int value_width) {
     const int key_row = mma_row_bytes(key_width), value_row = kShared ? 0 : mma_row_bytes(value_width);
-    return kHeads * key_row + 2 * kMmaKeys * (key_row + value_row) + kHeads * kMmaKeys * 2 + kHeads * kColumnWarps * 4;
+    return kHeads * key_row + 2 * kMmaKeys * (key_row + value_row) + kHeads * kMmaKeys * 2 +
+           kHeads * kColumnWarps * 4;
   }
 };
 
@@ -158,15 +163,17 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
     const int begin = block * kMmaKeys, buffer = block & 1;
     const auto row = [&](const DevicePages<bf16>& store, int width) {
       return [&, width](int i) {
-        return begin + i < list.count ? store.row(list.sequence, list.position(begin + i)) + run.kv_head * width
-                                      : nullptr;
+        return begin + i < list.count
+                   ? store.row(list.sequence, list.position(begin + i)) + run.kv_head * width
+                   : nullptr;
       };
     };
     fetch_rows<Shape::kThreads, kMmaKeys>({key_base + buffer * kMmaKeys * key_row, key_row}, view.key_width,
                                           view.vectors, row(view.keys, view.key_width));
     if (!kShared) {
-      fetch_rows<Shape::kThreads, kMmaKeys>({value_base + buffer * kMmaKeys * value_row, value_row}, view.value_width,
-                                            view.vectors, row(view.values, view.value_width));
+      fetch_rows<Shape::kThreads, kMmaKeys>({value_base + buffer * kMmaKeys * value_row, value_row},
+                                            view.value_width, view.vectors,
+                                            row(view.values, view.value_width));
     }
     commit_copies();
   };
@@ -177,7 +184,8 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
 
   constexpr float kLog2e = 1.4426950408889634f;
   const float scale = view.scale * kLog2e;
-  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};  // of rows lane / 4 and lane / 4 + 8; log base 2
+  float top[2] = {-INFINITY, -INFINITY},
+        sum[2] = {0.0f, 0.0f};  // of rows lane / 4 and lane / 4 + 8; log base 2
   float out[kTiles][4] = {};
   const int blocks = (list.count + kMmaKeys - 1) / kMmaKeys;
   for (int block = 0; block < blocks; ++block) {
@@ -214,7 +222,8 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
     for (int r = 0; r < 2; ++r) {
       block_top[r] = fmaxf(block_top[r], __shfl_xor_sync(~0u, block_top[r], 1));
       block_top[r] = fmaxf(block_top[r], __shfl_xor_sync(~0u, block_top[r], 2));
-      if (lane % 4 == 0) maxima[(row_tile * 16 + lane / 4 + 8 * r) * kColumnWarps + column_warp] = block_top[r];
+      if (lane % 4 == 0)
+        maxima[(row_tile * 16 + lane / 4 + 8 * r) * kColumnWarps + column_warp] = block_top[r];
     }
     __syncthreads();
     float rescale[2];

@@ -1,8 +1,7 @@
-#include "kernels/sparse_mla/sparse_mla.h"
-
 #include "kernels/launch_cuda.h"
 #include "kernels/sparse_mla/attention_backward_mma.cuh"
 #include "kernels/sparse_mla/attention_forward.cuh"
+#include "kernels/sparse_mla/sparse_mla.h"
 
 namespace slipstream::kernels {
 namespace {
@@ -29,7 +28,8 @@ void for_dtypes(const Attention& args, F&& f) {
 template <class X, class K>
 void attend_plain(const Attention& args, Stream& stream) {
   const AttentionView<X, K> view = view_of<X, K>(args);
-  const int key_pitch = fma_pitch(view.key_width), value_pitch = view.shared ? 0 : fma_pitch(view.value_width);
+  const int key_pitch = fma_pitch(view.key_width),
+            value_pitch = view.shared ? 0 : fma_pitch(view.value_width);
   const int bytes = 4 * ((kFmaHeads + kFmaKeys) * key_pitch + kFmaKeys * value_pitch);
   for_columns(view.value_width, [&](auto columns) {
     const auto kernel = attend_fma<X, K, columns()>;
@@ -60,16 +60,13 @@ void attend_tiles(const Attention& args, Stream& stream) {
   kernel<<<grid, Shape::kThreads, bytes, cuda_stream(stream)>>>(view, query_vectors);
 }
 
-// False where no tiling has room. How the warps share a row follows from heads and widths alone; how many rows share a
-// block changes no bits, so a small batch is spread over more blocks.
+// False where no tiling has room: by heads and widths alone, never by the batch.
 bool attend_on_tensor_cores(const Attention& args, Stream& stream) {
-  constexpr int64_t kFewBlocks = 64;  // half of the device's multiprocessors
   const int64_t group = args.q.size(1) / args.kv_heads;
-  const bool few = args.q.size(0) <= kFewBlocks;
   if (group > 32 && has_room<4, 2, 32, true>(args)) {
-    few ? attend_tiles<1, 2, 32, true>(args, stream) : attend_tiles<4, 2, 32, true>(args, stream);
+    attend_tiles<4, 2, 32, true>(args, stream);
   } else if (group > 16 && has_room<2, 4, 16, true>(args)) {
-    few ? attend_tiles<1, 4, 16, true>(args, stream) : attend_tiles<2, 4, 16, true>(args, stream);
+    attend_tiles<2, 4, 16, true>(args, stream);
   } else if (has_room<1, 4, 16, true>(args)) {
     attend_tiles<1, 4, 16, true>(args, stream);
   } else if (has_room<1, 4, 4, false>(args)) {
@@ -100,9 +97,11 @@ bool has_grad_room(const GradientView<bf16, bf16>& view) {
          Shape::shared_bytes(forward.key_width, forward.value_width) <= kSharedMax;
 }
 
-// One round of the backward on tensor cores; p and ds are the two halves of what the plain form keeps in fp32.
+// One round of the backward on tensor cores; p and ds are the two halves of what the plain form keeps in
+// fp32.
 template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
-void grad_tiles(const AttentionBackward& args, const GradientView<bf16, bf16>& view, dim3 keys_grid, Stream& stream) {
+void grad_tiles(const AttentionBackward& args, const GradientView<bf16, bf16>& view, dim3 keys_grid,
+                Stream& stream) {
   using Shape = MmaGradQueries<kRowTiles, kColumnWarps, kTiles, kShared>;
   const int bytes = Shape::shared_bytes(view.forward.key_width, view.forward.value_width);
   const auto kernel = attend_backward_queries_mma<kRowTiles, kColumnWarps, kTiles, kShared>;
@@ -113,12 +112,13 @@ void grad_tiles(const AttentionBackward& args, const GradientView<bf16, bf16>& v
   bf16* const ds = reinterpret_cast<bf16*>(view.ds);
   const dim3 grid(static_cast<unsigned>(view.last - view.first), runs_of(args.forward, Shape::kHeads));
   kernel<<<grid, Shape::kThreads, bytes, cuda_stream(stream)>>>(view, p, ds, vectors);
-  attend_backward_keys_mma<<<keys_grid, kGradThreads, sizeof(MmaGradShared), cuda_stream(stream)>>>(view, p, ds, vectors);
+  attend_backward_keys_mma<<<keys_grid, kGradThreads, sizeof(MmaGradShared), cuda_stream(stream)>>>(
+      view, p, ds, vectors);
 }
 
 // False where no tiling has room: by heads and widths alone.
-bool grad_round_on_tensor_cores(const AttentionBackward& args, const GradientView<bf16, bf16>& view, dim3 keys_grid,
-                                Stream& stream) {
+bool grad_round_on_tensor_cores(const AttentionBackward& args, const GradientView<bf16, bf16>& view,
+                                dim3 keys_grid, Stream& stream) {
   if (has_grad_room<1, 4, 18, true>(view)) {
     grad_tiles<1, 4, 18, true>(args, view, keys_grid, stream);
   } else if (has_grad_room<4, 2, 36, true>(view)) {
@@ -159,13 +159,14 @@ void backward(const AttentionBackward& args, Stream& stream) {
   view.ds = workspace.alloc(DType::kF32, {round * heads * view.entries}).f32();
 
   const int key_pitch = fma_pitch(key_width), value_pitch = fma_pitch(value_width);
-  const int bytes = 4 * ((kFmaHeads + kFmaKeys) * key_pitch +
-                         (kFmaHeads + (shared ? 0 : kFmaKeys)) * value_pitch);
+  const int bytes =
+      4 * ((kFmaHeads + kFmaKeys) * key_pitch + (kFmaHeads + (shared ? 0 : kFmaKeys)) * value_pitch);
   const auto keys_kernel = attend_backward_keys<X, K>;
   allow_shared(keys_kernel, sizeof(GradShared));
   const auto slices = [](int width) { return (width + kGradColumns - 1) / kGradColumns; };
-  const dim3 keys_grid(pieces_at_most(forward.sequences, kGradKeys),
-                       static_cast<unsigned>(kv_heads * (slices(key_width) + (shared ? 0 : slices(value_width)))));
+  const dim3 keys_grid(
+      pieces_at_most(forward.sequences, kGradKeys),
+      static_cast<unsigned>(kv_heads * (slices(key_width) + (shared ? 0 : slices(value_width)))));
   for (int64_t first = 0; first < tokens; first += round) {
     view.first = static_cast<int>(first);
     view.last = static_cast<int>(std::min(first + round, tokens));
@@ -182,8 +183,8 @@ void backward(const AttentionBackward& args, Stream& stream) {
   }
   const auto finish = [&](const float* sums, const Tensor& to, int width) {
     const Heads<X> rows = heads_of<X>(to);
-    round_sums<X><<<static_cast<unsigned>(tokens), 256, 0, cuda_stream(stream)>>>(sums, rows, static_cast<int>(kv_heads),
-                                                                                     width);
+    round_sums<X><<<static_cast<unsigned>(tokens), 256, 0, cuda_stream(stream)>>>(
+        sums, rows, static_cast<int>(kv_heads), width);
   };
   finish(view.key_sums, args.dkeys, key_width);
   if (!shared) finish(view.value_sums, args.dvalues, value_width);

@@ -1,21 +1,21 @@
-// Goal: on CUDA launch() is reference() within tolerance, forward and backward, for ragged, paged, selected, empty, odd and
-// real shapes in f32 and bf16; a token's bits do not depend on how its sequence is cut into calls, on its neighbours, on the
-// pages, on the workspace, or on whether its prefix is given by absent or explicit indices; NaN stays with those who see it.
-#include "kernels/sparse_mla/sparse_mla.h"
-
+// Goal: on CUDA launch() is reference() within tolerance, forward and backward, for ragged, paged, selected,
+// empty, odd and real shapes in f32 and bf16; a token's bits do not depend on how its sequence is cut into
+// calls, on its neighbours, on the pages, on the workspace, or on whether its prefix is given by absent or
+// explicit indices; NaN stays with those who see it.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 
+#include "kernels/sparse_mla/sparse_mla.h"
 #include "kernels/testing/batches.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
 namespace {
 
-using testing::CudaPool;
 using testing::cuda_stream;
+using testing::CudaPool;
 using testing::Piece;
 using testing::TensorPool;
 
@@ -65,7 +65,8 @@ struct World {
       for (const Piece& piece : pieces) {
         const int64_t from = testing::first_row(shape.lengths, piece.sequence) + piece.begin;
         const int64_t count = piece.end - piece.begin;
-        std::copy_n(indices.i32() + from * shape.topk, count * shape.topk, call.indices.i32() + row * shape.topk);
+        std::copy_n(indices.i32() + from * shape.topk, count * shape.topk,
+                    call.indices.i32() + row * shape.topk);
         std::copy_n(counts.i32() + from, count, call.counts.i32() + row);
         row += count;
       }
@@ -102,11 +103,13 @@ void expect_close_lse(const Tensor& actual, const Tensor& expected, DType dtype)
   const float tolerance = dtype == DType::kBf16 ? 2e-3f : 1e-5f;
   for (int64_t i = 0; i < expected.numel(); ++i) {
     const float x = a.f32()[i], y = expected.f32()[i];
-    ASSERT_TRUE(x == y || std::abs(x - y) <= tolerance * (1.0f + std::abs(y))) << i << ": " << x << ", expected " << y;
+    ASSERT_TRUE(x == y || std::abs(x - y) <= tolerance * (1.0f + std::abs(y)))
+        << i << ": " << x << ", expected " << y;
   }
 }
 
-void expect_same_tokens(const SparseMla& call, const World& world, const std::vector<Piece>& pieces, const SparseMla& all) {
+void expect_same_tokens(const SparseMla& call, const World& world, const std::vector<Piece>& pieces,
+                        const SparseMla& all) {
   TensorPool pool(1);
   testing::expect_same_tokens(testing::bits_on_host(pool, call.o), world.shape.lengths, pieces,
                               testing::bits_on_host(pool, all.o));
@@ -119,7 +122,7 @@ const Shape kShapes[] = {
     {.heads = 3, .rank = 24, .rope = 8, .lengths = {3, 150, 1, 90}, .topk = 24},
     {.heads = 13, .rank = 48, .rope = 16, .lengths = {70, 0, 140}, .topk = 0},
     {.heads = 5, .rank = 33, .rope = 6, .lengths = {150}, .topk = 24},
-    {.heads = 20, .rank = 512, .rope = 64, .lengths = {66, 5}, .topk = 0},   // GLM-4.7-Flash
+    {.heads = 20, .rank = 512, .rope = 64, .lengths = {66, 5}, .topk = 0},  // GLM-4.7-Flash
     {.heads = 64, .rank = 512, .rope = 64, .lengths = {80}, .topk = 70},    // GLM-5
     {.heads = 64, .rank = 512, .rope = 0, .lengths = {66, 5}, .topk = 0},   // Flash
     {.heads = 100, .rank = 20, .rope = 4, .lengths = {40}, .topk = 8},
@@ -161,17 +164,29 @@ TEST_P(SparseMlaCudaTest, BackwardEqualsReference) {
   if (dtype == DType::kBf16) {  // o as the activations' dtype holds it
     for (int64_t i = 0; i < forward.o.numel(); ++i) forward.o.f32()[i] = to_f32(to_bf16(forward.o.f32()[i]));
   }
-  const SparseMlaBackward expected{.q = forward.q, .keys = forward.keys, .sequences = forward.sequences,
-                                   .indices = forward.indices, .counts = forward.counts, .scale = forward.scale,
-                                   .o = forward.o, .lse = forward.lse, .d_o = d_o,
+  const SparseMlaBackward expected{.q = forward.q,
+                                   .keys = forward.keys,
+                                   .sequences = forward.sequences,
+                                   .indices = forward.indices,
+                                   .counts = forward.counts,
+                                   .scale = forward.scale,
+                                   .o = forward.o,
+                                   .lse = forward.lse,
+                                   .d_o = d_o,
                                    .dq = pool.output(DType::kF32, {tokens, heads, shape.width()}),
                                    .dkeys = pool.output(DType::kF32, {tokens, shape.width()})};
   reference(expected);
   const auto on_device = [&] {
     const SparseMla call = on_cuda(device, forward, dtype);
-    return SparseMlaBackward{.q = call.q, .keys = call.keys, .sequences = call.sequences, .indices = call.indices,
-                             .counts = call.counts, .scale = call.scale, .o = device.copy(forward.o, dtype),
-                             .lse = device.copy(forward.lse), .d_o = device.copy(d_o, dtype),
+    return SparseMlaBackward{.q = call.q,
+                             .keys = call.keys,
+                             .sequences = call.sequences,
+                             .indices = call.indices,
+                             .counts = call.counts,
+                             .scale = call.scale,
+                             .o = device.copy(forward.o, dtype),
+                             .lse = device.copy(forward.lse),
+                             .d_o = device.copy(d_o, dtype),
                              .dq = device.output(dtype, {tokens, heads, shape.width()}),
                              .dkeys = device.output(dtype, {tokens, shape.width()})};
   };
@@ -195,7 +210,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, SparseMlaCudaTest,
                                             ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(DType::kF32, DType::kBf16)));
 
-class SparseMlaCudaBits : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<int, DType>> {};
+class SparseMlaCudaBits : public testing::CudaTest,
+                          public ::testing::WithParamInterface<std::tuple<int, DType>> {};
 
 // One sequence beyond several softmax blocks, whole, in pieces, in batches and one by one.
 TEST_P(SparseMlaCudaBits, CutsDoNotChangeBits) {
@@ -207,7 +223,8 @@ TEST_P(SparseMlaCudaBits, CutsDoNotChangeBits) {
   TensorPool pool(3);
   CudaPool device;
   const World world(pool, shapes[kind], dtype, dtype);
-  const SparseMla all = on_cuda(device, world.call(pool, testing::whole_sequences(world.shape.lengths), 1), dtype);
+  const SparseMla all =
+      on_cuda(device, world.call(pool, testing::whole_sequences(world.shape.lengths), 1), dtype);
   launch(all, cuda_stream());
   const std::vector<std::vector<Piece>> calls{{{0, 0, 64}},
                                               {{0, 64, 100}, {1, 0, 1}},
@@ -220,7 +237,8 @@ TEST_P(SparseMlaCudaBits, CutsDoNotChangeBits) {
     expect_same_tokens(call, world, pieces, all);
   }
   for (int64_t t = 0; t < 131; t += 5) {
-    const std::vector<Piece> pieces{{0, t, t + 1}, {1, std::min<int64_t>(t, 69), std::min<int64_t>(t, 69) + 1}};
+    const std::vector<Piece> pieces{{0, t, t + 1},
+                                    {1, std::min<int64_t>(t, 69), std::min<int64_t>(t, 69) + 1}};
     const SparseMla call = on_cuda(device, world.call(pool, pieces, static_cast<uint64_t>(t)), dtype);
     launch(call, cuda_stream());
     expect_same_tokens(call, world, pieces, all);
@@ -233,7 +251,8 @@ TEST_P(SparseMlaCudaBits, ExplicitPrefixHasTheBitsOfAbsentIndices) {
   TensorPool pool(5);
   CudaPool device;
   const int64_t heads[] = {3, 17, 64, 100};
-  const World world(pool, {.heads = heads[kind], .rank = 64, .rope = 8, .lengths = {150, 9}, .topk = 0}, dtype, dtype);
+  const World world(pool, {.heads = heads[kind], .rank = 64, .rope = 8, .lengths = {150, 9}, .topk = 0},
+                    dtype, dtype);
   SparseMla host = world.call(pool, testing::whole_sequences(world.shape.lengths), 1);
   const SparseMla absent = on_cuda(device, host, dtype);
   launch(absent, cuda_stream());
@@ -254,7 +273,8 @@ TEST_P(SparseMlaCudaBits, NanStaysWithTheQueriesThatSeeIt) {
   TensorPool pool(6);
   CudaPool device;
   const int64_t heads[] = {3, 17, 64, 100};
-  const World world(pool, {.heads = heads[kind], .rank = 64, .rope = 8, .lengths = {40, 30}, .topk = 0}, dtype, dtype);
+  const World world(pool, {.heads = heads[kind], .rank = 64, .rope = 8, .lengths = {40, 30}, .topk = 0},
+                    dtype, dtype);
   const SparseMla host = world.call(pool, testing::whole_sequences(world.shape.lengths), 1);
   const SparseMla clean = on_cuda(device, host, dtype);
   launch(clean, cuda_stream());
@@ -275,7 +295,8 @@ TEST_P(SparseMlaCudaBits, NanStaysWithTheQueriesThatSeeIt) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, SparseMlaCudaBits,
-                         ::testing::Combine(::testing::Range(0, 4), ::testing::Values(DType::kF32, DType::kBf16)));
+                         ::testing::Combine(::testing::Range(0, 4),
+                                            ::testing::Values(DType::kF32, DType::kBf16)));
 
 }  // namespace
 }  // namespace slipstream::kernels

@@ -55,7 +55,8 @@ absl::Status expect_attention(const Operands& op, const Args& args) {
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
   RETURN_IF_ERROR(expect_activation(op, "o", args.o, {tokens, heads, -1}));
   RETURN_IF_ERROR(expect_that(op, args.o.size(2) >= 1 && args.o.size(2) <= width, "o: rank must be in 1..W"));
-  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || width <= kAttentionWidthCuda, "q: rows wider than 640 on CUDA"));
+  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || width <= kAttentionWidthCuda,
+                                   "q: rows wider than 640 on CUDA"));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
   RETURN_IF_ERROR(expect_paged(op, "keys", args.keys, args.sequences, width));
   return expect_selection(op, args.indices, args.counts, args.sequences, tokens);
