@@ -5,17 +5,24 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=${1:-build/release}
-level=${2:-0.75}
+level=${2:-0.6}
 out=runs/async_pays
 rm -rf "$out"
 mkdir -p "$out"
 
+# Both halves begin with the model that one warm-up made.
+job() {  # ID FLAGS...
+  local id=$1
+  shift
+  "$build/cli/slipstream" run -c configs/quickstart.yaml --set run.dir="$out" --set run.id="$id" "$@" >"$out/$id.out" 2>&1
+}
+job warm-up --set learner.steps=1
+model=$(ls -d "$out"/warm-up/checkpoints/step_* | tail -1)
 for staleness in 0 2; do
-  "$build/cli/slipstream" run -c configs/quickstart.yaml --set run.dir="$out" --set run.id="staleness-$staleness" \
-    --set rl.max_staleness=$staleness --set rl.groups_per_batch=16 --set learner.steps=120 --set gateway.episode_threads=512 \
-    --set learner.optimizer.schedule=constant \
-    --set "environments=[{name: slow, command: [$build/examples/hostile_env, --address, '{address}', --latency-p50-ms, '50', --latency-p99-ms, '2000'], tasks: [{name: add_small}]}]" \
-    >"$out/staleness-$staleness.out" 2>&1
+  job "staleness-$staleness" --set model.path="$model" --set learner.warmup.steps=0 \
+    --set rl.max_staleness=$staleness --set rl.groups_per_batch=32 --set learner.steps=130 \
+    --set gateway.episode_threads=512 --set learner.optimizer.schedule=constant \
+    --set "environments=[{name: slow, command: [$build/examples/hostile_env, --address, '{address}', --latency-p50-ms, '50', --latency-p99-ms, '2000'], tasks: [{name: add_small}]}]"
 done
 
 python3 - "$out" "$level" <<'PYTHON'

@@ -3,8 +3,6 @@
 // less the engine's own time; rendering, sessions and both calls are in it.
 #include <sys/resource.h>
 
-#include <CLI/CLI.hpp>
-#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -12,8 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "CLI/CLI.hpp"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "bench/measuring.h"
 #include "common/check.h"
 #include "gateway/orchestrator.h"
 #include "gateway/testing/fake_environment.h"
@@ -26,12 +26,6 @@ namespace {
 struct Flags {
   int episodes = 1000, concurrent = 64, turns = 4, tokens = 32, tokens_per_event = 8, engine_ms = 0;
 };
-
-double percentile(std::vector<double>& values, double share) {
-  const size_t at = std::min(values.size() - 1, static_cast<size_t>(share * static_cast<double>(values.size())));
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(at), values.end());
-  return values[at];
-}
 
 double cpu_seconds() {
   rusage usage{};
@@ -85,7 +79,7 @@ void run(const Flags& flags) {
   environment_config.max_concurrent = flags.concurrent;
   absl::Notification described;
   EnvironmentClient client(environment_config, [&](const auto&) { return described.Notify(), absl::OkStatus(); }, metrics, log);
-  described.WaitForNotification();
+  CHECK(described.WaitForNotificationWithTimeout(absl::Minutes(1)));
   Orchestrator orchestrator(config, source, engine, {{"env", &client}}, *format, metrics, log);
 
   const absl::Time start = absl::Now();
@@ -100,8 +94,8 @@ void run(const Flags& flags) {
   std::printf("%d episodes of %d turns of %d tokens, %d at once, engine %d ms: %.0f turns/s, %.2f ms CPU a turn, added latency "
               "%.2f ms median, %.2f p99, %.2f max; %ld MiB\n",
               flags.episodes, flags.turns, flags.tokens, flags.concurrent, flags.engine_ms, turns / seconds,
-              1e3 * (cpu_seconds() - cpu) / turns, percentile(added_ms, 0.5), percentile(added_ms, 0.99),
-              percentile(added_ms, 1.0), usage.ru_maxrss / 1024);
+              1e3 * (cpu_seconds() - cpu) / turns, bench::quantile(added_ms, 0.5), bench::quantile(added_ms, 0.99),
+              bench::quantile(added_ms, 1.0), usage.ru_maxrss / 1024);
 }
 
 }  // namespace

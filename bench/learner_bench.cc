@@ -1,11 +1,14 @@
-// learner_bench MODEL_CONFIG [micro_batch_tokens [threads]]: tokens a second of a training step on short samples, and what a
-// checkpoint and a publication cost. Whole-system numbers: docs/performance.md.
+// learner_bench --config configs/models/flash-nano.json ...: tokens a second of a training step on short samples, and what an
+// update, a checkpoint and a publication cost, in fp32 and bf16.
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
+#include <string>
+#include <vector>
 
+#include "CLI/CLI.hpp"
+#include "bench/measuring.h"
+#include "common/testing/temporary_directory.h"
 #include "learner/checkpoint.h"
 #include "learner/publisher.h"
 #include "learner/trainer.h"
@@ -13,19 +16,22 @@
 namespace slipstream::learner {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-constexpr int kSamples = 128, kPrompt = 18, kAction = 12, kRepeats = 15;
+using bench::Clock;
+using bench::seconds_since;
 
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+struct Flags {
+  std::string config;
+  int64_t micro_batch_tokens = 4096;
+  int threads = 2;
+  int repeats = 15;
+};
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
-}
+constexpr int kSamples = 128, kPrompt = 18, kAction = 12;
+
+double median(const std::vector<double>& values) { return bench::quantile(values, 0.5); }
 
 v1::Batch make_batch(int64_t vocab) {
   v1::Batch batch;
-  uint64_t state = 1;
   for (int i = 0; i < kSamples; ++i) {
     if (i % 8 == 0) batch.add_groups()->set_group_id(std::to_string(i));
     v1::Trajectory& trajectory = *batch.mutable_groups()->rbegin()->add_trajectories();
@@ -34,15 +40,13 @@ v1::Batch make_batch(int64_t vocab) {
     trajectory.set_kind(v1::TRAJECTORY_KIND_ROLLOUT);
     trajectory.set_reward(i % 3);
     v1::Sample& sample = *trajectory.add_samples();
-    for (const auto& [kind, length] : {std::pair(v1::SPAN_KIND_PROMPT, kPrompt), std::pair(v1::SPAN_KIND_ACTION, kAction)}) {
+    for (const auto& [kind, length] :
+         {std::pair(v1::SPAN_KIND_PROMPT, kPrompt), std::pair(v1::SPAN_KIND_ACTION, kAction)}) {
       v1::Span& span = *sample.add_spans();
       span.set_kind(kind);
       span.set_length(length);
     }
-    for (int t = 0; t < kPrompt + kAction; ++t) {
-      state = state * 6364136223846793005ull + 1442695040888963407ull;
-      sample.add_ids(static_cast<int32_t>((state >> 33) % static_cast<uint64_t>(vocab)));
-    }
+    for (const int32_t id : bench::random_ids(kPrompt + kAction, vocab, static_cast<uint64_t>(i))) sample.add_ids(id);
     for (int t = 0; t < kAction; ++t) {
       sample.add_action_logprobs(-5.6f);
       sample.add_action_policy_versions(0);
@@ -51,51 +55,67 @@ v1::Batch make_batch(int64_t vocab) {
   return batch;
 }
 
-absl::Status run(const std::string& config_path, int64_t micro_batch_tokens, int threads) {
-  ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create_cpu(threads));
-  ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(config_path));
-  const std::string dir = (std::filesystem::temp_directory_path() / "slipstream_learner_bench").string();
+// Seconds of each part of a step, by repeat.
+struct Times {
+  std::vector<double> step, update, checkpoint, publish;
+};
+
+absl::StatusOr<Times> measure(const Flags& flags, Trainer& trainer, const TrainingBatch& batch, const Checkpoints& checkpoints,
+                              PolicyWeights& weights, kernels::Stream& stream) {
+  Times out;
+  Publisher publisher;
+  LearnerState state;
+  for (int i = 0; i < flags.repeats; ++i) {
+    Clock::time_point begin = Clock::now();
+    ASSIGN_OR_RETURN(const StepResult result, trainer.step(batch, "cispo", 1e-4));
+    out.step.push_back(seconds_since(begin));
+    begin = Clock::now();
+    trainer.optimizer().update(weights.master().store, trainer.gradients(), result.grad_norm, 1e-6, stream);
+    out.update.push_back(seconds_since(begin));
+    state.step = i + 1;
+    begin = Clock::now();
+    RETURN_IF_ERROR(checkpoints.save(state, weights, trainer.optimizer()));
+    out.checkpoint.push_back(seconds_since(begin));
+    begin = Clock::now();
+    RETURN_IF_ERROR(publisher.publish(i, weights.master(), stream));
+    out.publish.push_back(seconds_since(begin));
+  }
+  return out;
+}
+
+absl::Status run(const Flags& flags) {
+  ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create_cpu(flags.threads));
+  ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(flags.config));
+  const slipstream::testing::TemporaryDirectory dir;
+  const std::string model = dir.path() + "/model";
   ASSIGN_OR_RETURN(const model::LoadedWeights fresh, model::random_weights(config, kernels::DType::kF32, 1, *stream));
-  RETURN_IF_ERROR(model::save_weights(fresh, dir + "/model", {}));
+  RETURN_IF_ERROR(model::save_weights(fresh, model, {}));
+  const v1::Batch message = make_batch(config.vocab);
   for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBf16}) {
-    ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(dir + "/model", dtype, *stream));
+    ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(model, dtype, *stream));
     TrainerOptions options;
     options.loss.objective = "cispo";  // every token has a gradient, whatever its ratio
-    options.micro_batch_tokens = micro_batch_tokens;
+    options.micro_batch_tokens = flags.micro_batch_tokens;
     ASSIGN_OR_RETURN(const auto trainer, Trainer::create(weights, options, parallel::self_group(), *stream));
-    const v1::Batch message = make_batch(config.vocab);
-    const TrainingBatch batch = make_training_batch(
-        message, {.vocab = config.vocab, .max_positions = config.max_positions, .kind = v1::TRAJECTORY_KIND_ROLLOUT, .advantages = {}, .trained = nullptr},
-        quiet_logger());
-    std::vector<double> steps, updates, saves, publishes;
-    const Checkpoints checkpoints(dir + "/checkpoints", 2, dir + "/model", quiet_logger());
-    Publisher publisher;
-    LearnerState state;
-    for (int i = 0; i < kRepeats; ++i) {
-      Clock::time_point begin = Clock::now();
-      ASSIGN_OR_RETURN(const StepResult result, trainer->step(batch, options.loss.objective, 1e-4));
-      steps.push_back(seconds_since(begin));
-      begin = Clock::now();
-      trainer->optimizer().update(weights.master().store, trainer->gradients(), result.grad_norm, 1e-6, *stream);
-      updates.push_back(seconds_since(begin));
-      state.step = i + 1;
-      begin = Clock::now();
-      RETURN_IF_ERROR(checkpoints.save(state, weights, trainer->optimizer()));
-      saves.push_back(seconds_since(begin));
-      begin = Clock::now();
-      RETURN_IF_ERROR(publisher.publish(i, weights.master(), *stream));
-      publishes.push_back(seconds_since(begin));
-    }
+    const TrainingBatch batch = make_training_batch(message,
+                                                    {.vocab = config.vocab,
+                                                     .max_positions = config.max_positions,
+                                                     .kind = v1::TRAJECTORY_KIND_ROLLOUT,
+                                                     .advantages = {},
+                                                     .trained = nullptr},
+                                                    quiet_logger());
+    const Checkpoints checkpoints(absl::StrCat(dir.path(), "/", kernels::name_of(dtype)), 2, model, quiet_logger());
+    ASSIGN_OR_RETURN(const Times times, measure(flags, *trainer, batch, checkpoints, weights, *stream));
     int64_t parameters = 0;
     for (const auto& entry : weights.master().store.entries()) parameters += entry.tensor.numel();
     const double tokens = static_cast<double>(batch.num_tokens());
-    std::printf("%s %s: %.2f M parameters, %.0f tokens a step, %d threads: step %.1f ms, %.0f tokens/s (best %.0f); AdamW %.1f ms; "
-                "checkpoint %.1f ms; publish %.1f ms\n",
-                std::filesystem::path(config_path).filename().c_str(), kernels::name_of(dtype), static_cast<double>(parameters) / 1e6, tokens,
-                threads, median(steps) * 1e3, tokens / median(steps), tokens / *std::min_element(steps.begin(), steps.end()),
-                median(updates) * 1e3, median(saves) * 1e3, median(publishes) * 1e3);
+    std::printf("%s %s: %.2f M parameters, %.0f tokens a step, %d threads: step %.1f ms, %.0f tokens/s (best %.0f); "
+                "AdamW %.1f ms; checkpoint %.1f ms; publish %.1f ms\n",
+                std::filesystem::path(flags.config).filename().c_str(), kernels::name_of(dtype),
+                static_cast<double>(parameters) / 1e6, tokens, flags.threads, median(times.step) * 1e3,
+                tokens / median(times.step), tokens / *std::min_element(times.step.begin(), times.step.end()),
+                median(times.update) * 1e3, median(times.checkpoint) * 1e3, median(times.publish) * 1e3);
   }
-  std::filesystem::remove_all(dir);
   return absl::OkStatus();
 }
 
@@ -103,11 +123,14 @@ absl::Status run(const std::string& config_path, int64_t micro_batch_tokens, int
 }  // namespace slipstream::learner
 
 int main(int argc, char** argv) {
-  if (argc < 2) {
-    std::fprintf(stderr, "usage: learner_bench MODEL_CONFIG [micro_batch_tokens [threads]]\n");
-    return 2;
-  }
-  const absl::Status status = slipstream::learner::run(argv[1], argc > 2 ? std::atoll(argv[2]) : 4096, argc > 3 ? std::atoi(argv[3]) : 2);
+  slipstream::learner::Flags flags;
+  CLI::App app("What a training step costs.");
+  app.add_option("--config", flags.config, "config.json of a model")->required();
+  app.add_option("--micro-batch-tokens", flags.micro_batch_tokens)->check(CLI::PositiveNumber);
+  app.add_option("--threads", flags.threads)->check(CLI::Range(1, 256));
+  app.add_option("--repeats", flags.repeats)->check(CLI::PositiveNumber);
+  CLI11_PARSE(app, argc, argv);
+  const absl::Status status = slipstream::learner::run(flags);
   if (status.ok()) return 0;
   std::fprintf(stderr, "learner_bench: %s\n", std::string(status.message()).c_str());
   return 1;

@@ -5,13 +5,13 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "bench/measuring.h"
 #include "common/status.h"
 #include "model/load.h"
 #include "model/model.h"
@@ -32,19 +32,7 @@ struct Flags {
   bool panels = true;
 };
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-std::vector<int32_t> random_ids(int64_t count, int64_t vocab) {
-  std::vector<int32_t> ids;
-  uint64_t state = 12345;
-  for (int64_t i = 0; i < count; ++i) {
-    state = state * 6364136223846793005ull + 1442695040888963407ull;
-    ids.push_back(static_cast<int32_t>((state >> 33) % static_cast<uint64_t>(vocab)));
-  }
-  return ids;
-}
+constexpr uint64_t kSeed = 12345;  // of the ids
 
 struct Bench {
   std::unique_ptr<kernels::Stream> stream;
@@ -58,8 +46,8 @@ struct Bench {
 
 absl::StatusOr<double> train_step(Bench& b, const Flags& flags, WeightStore& gradients) {
   const int64_t rows = flags.batch * flags.tokens;
-  const std::vector<int32_t> ids = random_ids(rows, b.model->config().vocab);
-  const auto start = std::chrono::steady_clock::now();
+  const std::vector<int32_t> ids = bench::random_ids(rows, b.model->config().vocab, kSeed);
+  const auto start = bench::Clock::now();
   const kernels::ArenaScope scope(b.arena);
   const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(static_cast<size_t>(flags.batch), flags.tokens),
                     .cached = {}};
@@ -79,7 +67,7 @@ absl::StatusOr<double> train_step(Bench& b, const Flags& flags, WeightStore& gra
   const Tensor dhidden = b.model->log_probs_backward(b.weights(), hidden, targets, 1.0f, log_probs, dlogprob, {},
                                                      gradients.tensors(), step);
   b.model->backward(b.weights(), saved, dhidden, gradients.tensors(), step);
-  return seconds_since(start);
+  return bench::seconds_since(start);
 }
 
 absl::StatusOr<double> train(Bench& b, const Flags& flags) {
@@ -124,12 +112,13 @@ absl::StatusOr<double> decode(Bench& b, const Flags& flags) {
       sequences.push_back(id);
     }
     ASSIGN_OR_RETURN(std::vector<int32_t> next,
-                     advance(b, *cache, sequences, random_ids(flags.batch * flags.tokens, b.model->config().vocab)));
-    const auto start = std::chrono::steady_clock::now();
+                     advance(b, *cache, sequences,
+                             bench::random_ids(flags.batch * flags.tokens, b.model->config().vocab, kSeed)));
+    const auto start = bench::Clock::now();
     for (int64_t s = 0; s < flags.steps; ++s) {
       ASSIGN_OR_RETURN(next, advance(b, *cache, sequences, next));
     }
-    best = std::min(best, seconds_since(start));
+    best = std::min(best, bench::seconds_since(start));
   }
   return static_cast<double>(flags.batch * flags.steps) / best;
 }
@@ -160,7 +149,7 @@ int main(int argc, char** argv) {
   app.add_option("mode", flags.mode, "train or decode")->required()->check(CLI::IsMember({"train", "decode"}));
   app.add_option("--model", flags.model)->required();
   app.add_option("--dtype", flags.dtype)->check(CLI::IsMember({"fp32", "bf16"}));
-  app.add_option("--threads", flags.threads);
+  app.add_option("--threads", flags.threads)->check(CLI::Range(1, 256));
   app.add_option("--batch", flags.batch)->check(CLI::PositiveNumber);
   app.add_option("--tokens", flags.tokens)->check(CLI::PositiveNumber);
   app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);

@@ -1,13 +1,13 @@
 // rollout_bench --config configs/models/flash-tiny.json ...: tokens a second of the generation engine with
 // random weights, as one JSON object a line: for each number of concurrent requests, `turns` turns of a
 // session each, `prompt` ids of prompt or observation before `tokens` sampled ones.
-#include <chrono>
 #include <cstdio>
 #include <string>
 #include <vector>
 
 #include "CLI/CLI.hpp"
 #include "absl/synchronization/mutex.h"
+#include "bench/measuring.h"
 #include "common/status.h"
 #include "model/load.h"
 #include "rollout/engine.h"
@@ -26,15 +26,6 @@ struct Flags {
   bool capture = false;
 };
 
-std::vector<int32_t> random_ids(int64_t count, int64_t vocab, uint64_t state) {
-  std::vector<int32_t> ids;
-  for (int64_t i = 0; i < count; ++i) {
-    state = state * 6364136223846793005ull + 1442695040888963407ull;
-    ids.push_back(static_cast<int32_t>((state >> 33) % static_cast<uint64_t>(vocab)));
-  }
-  return ids;
-}
-
 // Sessions that go on to their next turn by themselves.
 class Load {
  public:
@@ -42,7 +33,7 @@ class Load {
 
   void run(int sessions) {
     for (int s = 0; s < sessions; ++s)
-      submit(s, 0, random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(s)));
+      submit(s, 0, bench::random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(s)));
     const auto done = [this, sessions]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return finished_ == sessions; };
     const absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(&done));
@@ -81,7 +72,7 @@ class Load {
   void next(int session, int64_t turn, std::vector<int32_t> ids) {
     if (turn + 1 < flags_.turns) {
       const std::vector<int32_t> more =
-          random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(session) + 1000);
+          bench::random_ids(flags_.prompt, vocab_, static_cast<uint64_t>(session) + 1000);
       ids.insert(ids.end(), more.begin(), more.end());
       return submit(session, turn + 1, std::move(ids));
     }
@@ -111,9 +102,9 @@ absl::Status run(const Flags& flags) {
         .prefix_sessions_max = concurrent};
     ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                      Engine::create(engine_config, config, weights, 0, metrics, quiet_logger()));
-    const auto start = std::chrono::steady_clock::now();
+    const auto start = bench::Clock::now();
     Load(*engine, flags, config.vocab).run(concurrent);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const double seconds = bench::seconds_since(start);
     const EngineStatus status = engine->status();
     std::printf(
         "{\"concurrent\": %d, \"tokens_per_second\": %.0f, \"seconds\": %.3f, \"generated\": %lld, "
@@ -135,15 +126,15 @@ int main(int argc, char** argv) {
   slipstream::rollout::Flags flags;
   CLI::App app("Tokens a second of the generation engine");
   app.add_option("--config", flags.config, "config.json of a model")->required();
-  app.add_option("--dtype", flags.dtype, "fp32 or bf16");
-  app.add_option("--threads", flags.threads);
-  app.add_option("--concurrent", flags.concurrent, "Numbers of concurrent sessions");
-  app.add_option("--prompt", flags.prompt, "Ids of a prompt or observation");
-  app.add_option("--tokens", flags.tokens, "Sampled ids of a turn");
-  app.add_option("--turns", flags.turns, "Turns of a session");
+  app.add_option("--dtype", flags.dtype)->check(CLI::IsMember({"fp32", "bf16"}));
+  app.add_option("--threads", flags.threads)->check(CLI::Range(1, 256));
+  app.add_option("--concurrent", flags.concurrent, "Numbers of concurrent sessions")->check(CLI::PositiveNumber);
+  app.add_option("--prompt", flags.prompt, "Ids of a prompt or observation")->check(CLI::PositiveNumber);
+  app.add_option("--tokens", flags.tokens, "Sampled ids of a turn")->check(CLI::PositiveNumber);
+  app.add_option("--turns", flags.turns, "Turns of a session")->check(CLI::PositiveNumber);
   app.add_flag("--capture", flags.capture, "With experts and selections for replay");
   CLI11_PARSE(app, argc, argv);
   const absl::Status status = slipstream::rollout::run(flags);
-  if (!status.ok()) std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+  if (!status.ok()) std::fprintf(stderr, "rollout_bench: %s\n", std::string(status.message()).c_str());
   return status.ok() ? 0 : 1;
 }

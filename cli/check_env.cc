@@ -4,6 +4,7 @@
 
 #include "cli/commands.h"
 #include "cli/environment_check.h"
+#include "common/address.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::cli {
@@ -24,6 +25,9 @@ void print(const CheckResult& result) {
 }
 
 absl::Status check_env(Flags flags) {
+  if (const std::string problem = address_problem(flags.address, 1); !problem.empty()) {
+    return absl::InvalidArgumentError("address: " + problem);
+  }
   flags.options.timeout = absl::Milliseconds(flags.timeout_ms);
   const auto client = EnvironmentClient::dial(flags.address);
   const auto results = check_environment(*client, flags.options, [&](const CheckResult& result) {

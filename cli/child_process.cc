@@ -11,10 +11,14 @@
 #include <chrono>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <random>
 
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "common/pause.h"
+#include "proto/rpc.h"
 
 namespace slipstream::cli {
 namespace {
@@ -31,15 +35,17 @@ std::string find_program(const std::string& name) {
   return "";
 }
 
-// Between fork and exec only calls that are safe in a process with threads.
+// A process group of its own: ctrl-C at the terminal is ours to pass on, and what the command starts ends with it. Between
+// fork and exec only calls that are safe in a process with threads.
 pid_t spawn(const std::string& program, const std::vector<std::string>& command, int output) {
   std::vector<char*> argv;
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   const pid_t parent = getpid();
   const pid_t pid = fork();
+  if (pid > 0) setpgid(pid, pid);  // here too: whoever signals the group next must find it
   if (pid != 0) return pid;
-  setpgid(0, 0);  // ctrl-C at the terminal is ours to pass on
+  setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
   sigset_t none;
@@ -51,6 +57,28 @@ pid_t spawn(const std::string& program, const std::vector<std::string>& command,
   }
   execv(program.c_str(), argv.data());
   _exit(127);
+}
+
+// The last lines of a file from `begin` on, as one: "a | b | c"; empty: there are none.
+std::string last_lines(const std::string& path, std::streamoff begin) {
+  constexpr std::streamoff kBytesMax = 400;
+  constexpr size_t kLinesMax = 3;
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) return "";
+  const std::streamoff end = file.tellg();
+  file.seekg(std::max(begin, end - kBytesMax));
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) {
+    if (line = rpc::printable(line); !line.empty()) lines.push_back(line);
+  }
+  if (lines.size() > kLinesMax) lines.erase(lines.begin(), lines.end() - kLinesMax);
+  return absl::StrJoin(lines, " | ");
+}
+
+std::streamoff size_of(const std::string& path) {
+  std::error_code error;
+  const std::uintmax_t size = std::filesystem::file_size(path, error);
+  return error ? 0 : static_cast<std::streamoff>(size);
 }
 
 }  // namespace
@@ -71,8 +99,10 @@ void ChildProcess::supervise(std::stop_token stop) noexcept {
   const std::string program = find_program(options_.command[0]);
   const int output = open(options_.output.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   Backoff backoff(absl::Milliseconds(100), absl::Seconds(10));
-  while (!stop.stop_requested()) {
+  bool lasted = false;
+  for (int starts = 1; !stop.stop_requested(); ++starts) {
     const auto began = std::chrono::steady_clock::now();
+    const std::streamoff output_begin = size_of(options_.output);
     const pid_t pid = spawn(program, options_.command, output);
     if (pid < 0) {
       log_->error("{}: cannot start: {}", options_.name, std::strerror(errno));
@@ -88,9 +118,19 @@ void ChildProcess::supervise(std::stop_token stop) noexcept {
         if (std::chrono::steady_clock::now() > deadline) kill(-pid, SIGKILL);
         std::this_thread::sleep_for(milliseconds(20));
       }
+      kill(-pid, SIGKILL);  // what it started and left behind
       if (stop.stop_requested()) break;
-      log_->warn("{}: process {} ended with {} {}; starting it again", options_.name, pid,
-                 WIFSIGNALED(status) ? "signal" : "code", WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
+      const std::string words = last_lines(options_.output, output_begin);
+      const std::string how = absl::StrCat(
+          options_.name, ": process ", pid, " ended with ", WIFSIGNALED(status) ? "signal " : "code ",
+          WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status), words.empty() ? "" : ": ", words);
+      lasted = lasted || std::chrono::steady_clock::now() - began > std::chrono::seconds(10);
+      if (!lasted && starts == kStartsMax && options_.on_failure) {
+        options_.on_failure(absl::UnavailableError(absl::StrCat(how, " (its command was started ", starts, " times; ",
+                                                                options_.output, ")")));
+        break;
+      }
+      log_->warn("{}; starting it again", how);
     }
     if (std::chrono::steady_clock::now() - began > std::chrono::seconds(30)) backoff.reset();
     pause(backoff.next(), stop);

@@ -4,7 +4,8 @@
 
 namespace slipstream::cli {
 
-absl::StatusOr<Environments> start_environments(Job& job, const Logger& log) {
+absl::StatusOr<Environments> start_environments(Job& job, const Logger& log,
+                                                const std::function<void(absl::Status)>& on_failure) {
   Environments started;
   for (gateway::EnvironmentConfig& environment : job.gateway.environments) {
     if (environment.command.empty()) continue;
@@ -13,7 +14,8 @@ absl::StatusOr<Environments> start_environments(Job& job, const Logger& log) {
       environment.address = absl::StrCat("127.0.0.1:", port);
     }
     ChildProcess::Options options{.name = absl::StrCat("environment ", environment.name), .command = environment.command,
-                                  .output = absl::StrCat(job.shared.run_directory(), "/logs/environment-", environment.name, ".log")};
+                                  .output = absl::StrCat(job.shared.run_directory(), "/logs/environment-", environment.name, ".log"),
+                                  .on_failure = on_failure};
     for (std::string& word : options.command) {
       word = absl::StrReplaceAll(word, {{"{address}", environment.address}});
     }

@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "cli/presets.h"
 #include "model/load.h"
+#include "model/tokenizer.h"
 
 namespace slipstream::cli {
 namespace {
@@ -37,6 +38,16 @@ absl::Status create_model(const Job& job) {
   return absl::OkStatus();
 }
 
+// A prompt with an id that the model does not have would abort every episode.
+absl::Status check_vocabulary(const Job& job) {
+  ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.gateway.tokenizer));
+  ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(job.learner.model.path));
+  if (tokenizer->vocab_size() <= config.vocab) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("model.path: ", job.learner.model.path, ": vocab_size ", config.vocab,
+                                                 ", expected at least the ", tokenizer->vocab_size(), " ids of chat.tokenizer ",
+                                                 job.gateway.tokenizer));
+}
+
 absl::Status make_directory(const fs::path& path) {
   std::error_code error;
   fs::create_directories(path, error);
@@ -63,10 +74,13 @@ absl::StatusOr<Job> read_job(const JobFlags& flags) {
   init.read("config", &job.init_config);
   init.read("seed", &job.init_seed);
   ConfigNode metrics = root.child("metrics");
-  metrics.read("run", &job.metrics_address);
-  metrics.read("gateway", &job.gateway_metrics_address);
-  metrics.read("learner", &job.learner_metrics_address);
-  metrics.read("rollout", &job.rollout_metrics_address);
+  metrics.read_address("run", &job.metrics_address, 0);
+  metrics.read_address("gateway", &job.gateway_metrics_address, 0);
+  metrics.read_address("learner", &job.learner_metrics_address, 0);
+  metrics.read_address("rollout", &job.rollout_metrics_address, 0);
+  if (const auto tokenizer = model::open_tokenizer(job.gateway.tokenizer); !tokenizer.ok()) {
+    root.child("chat").fail("tokenizer", std::string(tokenizer.status().message()));
+  }
   if (job.gateway.environments.empty()) root.fail("environments", "missing, expected at least one environment");
   RETURN_IF_ERROR(root.finish());
   job.resolved = root.resolved();
@@ -75,9 +89,9 @@ absl::StatusOr<Job> read_job(const JobFlags& flags) {
 
 void fix_addresses(Job& job) {
   fix_port(job.gateway.address, 7400);
-  fix_port(job.gateway.learner_address, 7401);
+  fix_port(job.gateway.job.learner_address, 7401);
   fix_port(job.learner.address, 7402);
-  job.learner.gateway_address = job.gateway.learner_address;
+  job.learner.gateway_address = job.gateway.job.learner_address;
   if (job.rollout.gateway_address.empty()) job.rollout.gateway_address = job.gateway.address;
   if (job.rollout.learner_address.empty()) job.rollout.learner_address = job.learner.address;
 }
@@ -87,13 +101,14 @@ absl::Status prepare_run(const Job& job) {
   for (const char* folder : {"logs", "rollouts", "checkpoints", "trajectories"}) RETURN_IF_ERROR(make_directory(run / folder));
   const fs::path model = job.learner.model.path;
   std::error_code error;
-  if (fs::exists(model / "config.json", error)) return absl::OkStatus();
+  if (fs::exists(model / "config.json", error)) return check_vocabulary(job);
   if (job.init_config.empty()) {
     return absl::NotFoundError(absl::StrCat("model.path: ", model.string(),
                                             ": no checkpoint there (config.json), and no model.init to create one from"));
   }
   if (model.has_parent_path()) RETURN_IF_ERROR(make_directory(model.parent_path()));
-  return create_model(job);
+  RETURN_IF_ERROR(create_model(job));
+  return check_vocabulary(job);
 }
 
 absl::Status write_resolved_config(const Job& job) {

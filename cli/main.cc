@@ -43,7 +43,7 @@ int main(int argc, char** argv) {
     const absl::Status status = run();
     if (status.ok()) return 0;
     std::fprintf(stderr, "slipstream %s: %s\n", sub->get_name().c_str(), std::string(status.message()).c_str());
-    return 1;
+    return absl::IsCancelled(status) ? 130 : 1;  // 130: a signal asked for the end, and the work is not done
   }
   return 2;
 }

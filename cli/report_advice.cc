@@ -9,17 +9,9 @@
 namespace slipstream::cli {
 namespace {
 
-double sum_of(const std::vector<double>& values, size_t begin, size_t end) {
-  double sum = std::nan("");
-  for (size_t i = begin; i < end; ++i) {
-    if (std::isfinite(values[i])) sum = (std::isnan(sum) ? 0 : sum) + values[i];
-  }
-  return sum;
-}
-
 // Workers report with their heartbeats, every few steps: what arrives at once happened over the seconds
 // before.
-std::vector<double> spread(std::vector<double> amounts, const std::vector<double>& seconds) {
+Column spread(Column amounts, const Column& seconds) {
   constexpr double kReportedWithin = 4;  // seconds: two heartbeats
   size_t first = 0;                      // of the steps that nothing arrived in
   for (size_t i = 0; i < amounts.size(); ++i) {
@@ -33,21 +25,6 @@ std::vector<double> spread(std::vector<double> amounts, const std::vector<double
     first = i + 1;
   }
   return amounts;
-}
-
-double last_of(const std::vector<double>& values) {
-  for (size_t i = values.size(); i-- > 0;) {
-    if (std::isfinite(values[i])) return values[i];
-  }
-  return std::nan("");
-}
-
-double max_of(const std::vector<double>& values) {
-  double out = std::nan("");
-  for (const double value : values) {
-    if (std::isfinite(value) && !(value <= out)) out = value;
-  }
-  return out;
 }
 
 void advise_on_waiting(const RunData& run, size_t rl, std::vector<Advice>* out) {
@@ -143,9 +120,8 @@ void advise_on_drops(const RunData& run, std::vector<Advice>* out) {
 }
 
 void advise_on_learning(const RunData& run, size_t rl, std::vector<Advice>* out) {
-  const std::vector<double> reward = run.column("reward_mean");
-  const size_t end = run.steps.size(), part = std::max<size_t>(5, (end - rl) / 10);
-  const double before = mean_of(reward, rl, rl + part), now = mean_of(reward, tail_begin(run), end);
+  const size_t end = run.steps.size();
+  const auto [before, now] = reward_change(run);
   if (end - rl >= 10 && std::isfinite(before) && std::isfinite(now)) {
     if (now > before + 0.02) {
       out->push_back({Advice::kGood, absl::StrCat("The mean reward rose from ", short_number(before), " to ",
@@ -167,9 +143,7 @@ void advise_on_learning(const RunData& run, size_t rl, std::vector<Advice>* out)
 
 }  // namespace
 
-std::vector<double> step_seconds(const RunData& run) {
-  return RunData::increments(run.column("wall_seconds"));
-}
+Column step_seconds(const RunData& run) { return increments(run.column("wall_seconds")); }
 
 size_t first_rl_step(const RunData& run) {
   const auto found = std::find(run.warmup.begin(), run.warmup.end(), false);
@@ -182,18 +156,25 @@ size_t tail_begin(const RunData& run) {
   return std::max(rl, end > count ? end - count : 0);
 }
 
+RewardChange reward_change(const RunData& run) {
+  const Column reward = run.column("reward_mean");
+  const size_t end = run.steps.size(), rl = first_rl_step(run);
+  return {.before = mean_of(reward, rl, rl + std::max<size_t>(5, (end - rl) / 10)),
+          .now = mean_of(reward, tail_begin(run), end)};
+}
+
 WaitShares wait_shares(const RunData& run, size_t begin, size_t end) {
-  const std::vector<double> seconds = step_seconds(run);
+  const Column seconds = step_seconds(run);
   const double wall = sum_of(seconds, begin, end);
-  const auto share = [&](const std::vector<double>& values) {
+  const auto share = [&](const Column& values) {
     return wall > 0 ? std::clamp(sum_of(values, begin, end) / wall, 0.0, 1.0) : std::nan("");
   };
   return {.wait_data = share(run.column("wait_data_seconds")),
           .train = share(run.column("train_seconds")),
           .checkpoint = share(run.column("checkpoint_seconds")),
           .publish = share(run.column("publish_seconds")),
-          .rollout_idle = share(spread(RunData::increments(run.column("idle_seconds/rollout")), seconds)),
-          .gateway_idle = share(spread(RunData::increments(run.column("idle_seconds/gateway")), seconds))};
+          .rollout_idle = share(spread(increments(run.column("idle_seconds/rollout")), seconds)),
+          .gateway_idle = share(spread(increments(run.column("idle_seconds/gateway")), seconds))};
 }
 
 std::vector<Advice> advise(const RunData& run) {

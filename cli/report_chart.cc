@@ -11,10 +11,8 @@
 namespace slipstream::cli {
 namespace {
 
-constexpr double kWidth = 600, kHeight = 210, kLeft = 52, kRight = 12, kTop = 10,
-                 kBottom = 26;      // of a line chart
+constexpr double kSide = 1000;      // of a chart's square of SVG units, whatever its size on the page
 constexpr size_t kPointsMax = 300;  // a series is averaged down to this many
-constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
 
 std::string coordinate(double value) { return absl::StrFormat("%.1f", value); }
 
@@ -22,36 +20,54 @@ std::string in_unit(double value, Unit unit) {
   return unit == Unit::kPercent ? percent(value) : short_number(value);
 }
 
-// 1, 2 or 5 times a power of ten, so that about four steps cover `span`.
-double tick_step(double span) {
-  const double rough = span / 4, power = std::pow(10.0, std::floor(std::log10(rough)));
+// 1, 2 or 5 times a power of ten, so that about `count` steps cover `span`.
+double tick_step(double span, double count) {
+  const double rough = span / count, power = std::pow(10.0, std::floor(std::log10(rough)));
   const double scaled = rough / power;
   return (scaled <= 1 ? 1 : scaled <= 2 ? 2 : scaled <= 5 ? 5 : 10) * power;
 }
 
+// The same in what clocks and calendars divide into.
+double time_step(double seconds) {
+  constexpr double kSteps[] = {1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10'800, 21'600, 43'200};
+  for (const double step : kSteps) {
+    if (step >= seconds / 6) return seconds < 6 ? tick_step(seconds, 6) : step;
+  }
+  return 86'400 * std::max(1.0, tick_step(seconds / 86'400, 6));
+}
+
 struct Axis {
   double low = 0, high = 1, step = 0.25;
+  double beyond = std::nan("");  // the largest value above `high`; NaN: none
 };
 
-Axis axis_of(const std::vector<Series>& series, bool from_zero) {
-  double low = std::numeric_limits<double>::infinity(), high = -low;
+Axis axis_of(const std::vector<Series>& series, bool from_zero, bool cut_peaks) {
+  double low = std::numeric_limits<double>::infinity(), high = -low, usual = -low;
   for (const Series& one : series) {
     for (const double y : one.y) {
       if (!std::isfinite(y)) continue;
       low = std::min(low, y);
       high = std::max(high, y);
     }
+    if (const double most = quantile_of(one.y, 0.95); most > usual) usual = most;
   }
   if (low > high) return {};
+  Axis out;
+  if (cut_peaks && usual > 0 && high > 4 * usual) {
+    out.beyond = high;
+    high = 1.2 * usual;
+  }
   if (from_zero) low = std::min(low, 0.0), high = std::max(high, 0.0);
   if (high - low < 1e-12 * std::max(1.0, std::abs(high))) high = low + (low == 0 ? 1 : std::abs(low));
-  const double step = tick_step(high - low);
-  return {std::floor(low / step + 1e-9) * step, std::ceil(high / step - 1e-9) * step, step};
+  out.step = tick_step(high - low, 4);
+  out.low = std::floor(low / out.step + 1e-9) * out.step;
+  out.high = std::ceil(high / out.step - 1e-9) * out.step;
+  return out;
 }
 
 // One value for every `per_point` steps.
-std::vector<double> thinned(const Series& series, size_t per_point) {
-  std::vector<double> out;
+Column thinned(const Series& series, size_t per_point) {
+  Column out;
   for (size_t i = 0; i < series.y.size(); i += per_point) {
     const size_t end = std::min(series.y.size(), i + per_point);
     double value = mean_of(series.y, i, end);
@@ -63,22 +79,17 @@ std::vector<double> thinned(const Series& series, size_t per_point) {
   return out;
 }
 
-// A line through what is not missing; a value between two gaps is a dot.
-std::string path_of(const std::vector<double>& xs, const std::vector<double>& ys,
-                    const std::string& classes) {
-  std::string path, dots;
+// A line through what is not missing; a value between two gaps is a dot (a line of no length, which has round ends).
+std::string path_of(const Column& xs, const Column& ys, const std::string& classes) {
+  std::string path;
   for (size_t i = 0; i < xs.size(); ++i) {
     if (!std::isfinite(ys[i])) continue;
-    const bool before = i > 0 && std::isfinite(ys[i - 1]),
-               after = i + 1 < xs.size() && std::isfinite(ys[i + 1]);
-    if (!before && !after) {
-      absl::StrAppend(&dots, "<circle class=\"dot ", classes, "\" cx=\"", coordinate(xs[i]), "\" cy=\"",
-                      coordinate(ys[i]), "\" r=\"1.8\"/>");
-    } else {
-      absl::StrAppend(&path, before ? "L" : "M", coordinate(xs[i]), " ", coordinate(ys[i]));
-    }
+    const bool before = i > 0 && std::isfinite(ys[i - 1]);
+    const bool after = i + 1 < xs.size() && std::isfinite(ys[i + 1]);
+    absl::StrAppend(&path, before ? "L" : "M", coordinate(xs[i]), " ", coordinate(ys[i]),
+                    before || after ? "" : "h0");
   }
-  return path.empty() ? dots : absl::StrCat("<path class=\"line ", classes, "\" d=\"", path, "\"/>", dots);
+  return path.empty() ? "" : absl::StrCat("<path class=\"line ", classes, "\" d=\"", path, "\"/>");
 }
 
 std::string legend(const std::vector<std::string>& names, const std::vector<std::string>& colours) {
@@ -89,30 +100,62 @@ std::string legend(const std::vector<std::string>& names, const std::vector<std:
   return out + "</div>";
 }
 
-std::string text(double x, double y, const char* anchor, const std::string& content) {
-  return absl::StrCat("<text x=\"", coordinate(x), "\" y=\"", coordinate(y), "\" text-anchor=\"", anchor,
-                      "\">", content, "</text>");
-}
-
 std::string colour_of(size_t index) { return absl::StrCat("c", 1 + index % 6); }
 
-std::string empty_chart(const std::string& title, const std::string& explanation) {
-  return absl::StrCat("<figure><figcaption><b>", escape(title), "</b><span>", escape(explanation),
-                      "</span></figcaption><p class=\"none\">Nothing recorded.</p></figure>\n");
+std::string caption(const LineChart& chart) {
+  return absl::StrCat("<figure><figcaption><b>", escape(chart.title), "</b><span>", escape(chart.explanation),
+                      "</span></figcaption>");
+}
+
+// A label on the axis below; those at the ends stay inside.
+std::string below(double x, const std::string& content) {
+  return absl::StrCat("<span class=\"x", x > 0.97 * kSide ? " last" : x < 0.02 * kSide ? " first" : "",
+                      "\" style=\"left:", coordinate(100 * x / kSide), "%\">", content, "</span>");
+}
+
+bool is_empty(const LineChart& chart) {
+  return std::all_of(chart.series.begin(), chart.series.end(),
+                     [](const Series& one) { return std::isnan(last_of(one.y)); });
+}
+
+// Where steps and values lie in the square.
+struct Plot {
+  double first, span;
+  Axis axis;
+  double x_of(double step) const { return (step - first) / span * kSide; }
+  double y_of(double y) const {
+    return (axis.high - std::min(y, axis.high)) / (axis.high - axis.low) * kSide;  // NaN stays NaN
+  }
+};
+
+// Grid lines into *svg, their labels into *labels.
+void draw_axes(const Plot& plot, Unit unit, std::string* svg, std::string* labels) {
+  const Axis& axis = plot.axis;
+  for (int i = 0; axis.low + i * axis.step <= axis.high + axis.step / 2; ++i) {
+    const double value = axis.low + i * axis.step, shown = std::abs(value) < axis.step / 1e6 ? 0 : value;
+    const std::string y = coordinate(plot.y_of(value));
+    absl::StrAppend(svg, "<path class=\"grid\" d=\"M0 ", y, "H", kSide, "\"/>");
+    absl::StrAppend(labels, "<span class=\"y\" style=\"top:", coordinate(100 * plot.y_of(value) / kSide), "%\">",
+                    in_unit(shown, unit), "</span>");
+  }
+  const double step = std::max(1.0, tick_step(plot.span, 6));
+  for (double tick = std::ceil(plot.first / step) * step; tick <= plot.first + plot.span + 1e-9; tick += step) {
+    if (tick > plot.first + 0.03 * plot.span) *labels += below(plot.x_of(tick), absl::StrFormat("%.0f", tick));
+  }
+  *labels += "<span class=\"y unit\">step</span>";
+}
+
+void draw_warmup(const Plot& plot, const std::vector<int64_t>& steps, const std::vector<bool>& warmup, std::string* svg,
+                 std::string* labels) {
+  const auto rl = static_cast<size_t>(std::find(warmup.begin(), warmup.end(), false) - warmup.begin());
+  if (rl == 0) return;
+  const double end = rl < steps.size() ? plot.x_of(static_cast<double>(steps[rl - 1] + steps[rl]) / 2) : kSide;
+  absl::StrAppend(svg, "<rect class=\"warmup\" x=\"0\" y=\"0\" width=\"", coordinate(end), "\" height=\"", kSide,
+                  "\"/>");
+  if (end > 0.25 * kSide) *labels += "<span class=\"note\">warm-up</span>";
 }
 
 }  // namespace
-
-double mean_of(const std::vector<double>& values, size_t begin, size_t end) {
-  double sum = 0;
-  size_t count = 0;
-  for (size_t i = begin; i < std::min(end, values.size()); ++i) {
-    if (!std::isfinite(values[i])) continue;
-    sum += values[i];
-    ++count;
-  }
-  return count > 0 ? sum / static_cast<double>(count) : kMissing;
-}
 
 std::string short_number(double value) {
   const double size = std::abs(value);
@@ -138,9 +181,12 @@ std::string percent(double share) {
 std::string duration(double seconds) {
   if (!std::isfinite(seconds)) return "-";
   const auto whole = static_cast<int64_t>(std::llround(seconds));
-  if (whole >= 3600) return absl::StrCat(whole / 3600, " h ", whole % 3600 / 60, " min");
-  if (whole >= 60) return absl::StrCat(whole / 60, " min ", whole % 60, " s");
-  return absl::StrFormat(seconds < 10 ? "%.1f s" : "%.0f s", seconds);
+  const auto two = [](int64_t large, const char* unit, int64_t small, const char* small_unit) {
+    return small == 0 ? absl::StrCat(large, unit) : absl::StrCat(large, unit, " ", small, small_unit);
+  };
+  if (whole >= 3600) return two(whole / 3600, " h", whole % 3600 / 60, " min");
+  if (whole >= 60) return two(whole / 60, " min", whole % 60, " s");
+  return absl::StrFormat(seconds < 10 && seconds != std::floor(seconds) ? "%.1f s" : "%.0f s", seconds);
 }
 
 std::string escape(std::string_view raw) {
@@ -179,106 +225,61 @@ std::string escape(std::string_view raw) {
 
 std::string render(const LineChart& chart, const std::vector<int64_t>& steps, const std::vector<bool>& warmup,
                    nlohmann::json* hover) {
-  bool any = false;
-  for (const Series& series : chart.series) {
-    any |= std::any_of(series.y.begin(), series.y.end(), [](double y) { return std::isfinite(y); });
-  }
-  if (!any) return empty_chart(chart.title, chart.explanation);
-
+  if (is_empty(chart)) return caption(chart) + "<p class=\"none\">Nothing recorded.</p></figure>\n";
   const size_t per_point = (steps.size() + kPointsMax - 1) / kPointsMax;
-  const double first = static_cast<double>(steps.front()),
-               span = std::max(1.0, static_cast<double>(steps.back()) - first);
-  const auto x_of = [&](double step) { return kLeft + (step - first) / span * (kWidth - kLeft - kRight); };
   std::vector<Series> series = chart.series;
   for (Series& one : series) one.y = thinned(one, per_point);
-  const Axis axis = axis_of(series, chart.from_zero);
-  const auto y_of = [&](double y) {
-    return kTop + (axis.high - y) / (axis.high - axis.low) * (kHeight - kTop - kBottom);
-  };
-
-  std::string svg = absl::StrCat("<svg viewBox=\"0 0 ", kWidth, " ", kHeight, "\" role=\"img\" aria-label=\"",
-                                 escape(chart.title), "\" data-hover=\"", hover->size(), "\">");
-  const auto rl = static_cast<size_t>(std::find(warmup.begin(), warmup.end(), false) - warmup.begin());
-  if (rl > 0) {
-    const double end =
-        rl < steps.size() ? x_of((static_cast<double>(steps[rl - 1] + steps[rl])) / 2) : kWidth - kRight;
-    absl::StrAppend(&svg, "<rect class=\"warmup\" x=\"", coordinate(kLeft), "\" y=\"", coordinate(kTop),
-                    "\" width=\"", coordinate(end - kLeft), "\" height=\"",
-                    coordinate(kHeight - kTop - kBottom), "\"/>");
-    if (end - kLeft > 54) svg += text(kLeft + 5, kTop + 13, "start", "warm-up");
+  const auto first = static_cast<double>(steps.front());
+  const Plot plot{.first = first,
+                  .span = std::max(1.0, static_cast<double>(steps.back()) - first),
+                  .axis = axis_of(series, chart.from_zero, chart.cut_peaks)};
+  std::string svg, labels;
+  draw_warmup(plot, steps, warmup, &svg, &labels);
+  draw_axes(plot, chart.unit, &svg, &labels);
+  if (!std::isnan(plot.axis.beyond)) {
+    absl::StrAppend(&labels, "<span class=\"note cut\">&#9650; up to ", in_unit(plot.axis.beyond, chart.unit), "</span>");
   }
-  for (int i = 0; axis.low + i * axis.step <= axis.high + axis.step / 2; ++i) {
-    const double value = axis.low + i * axis.step, shown = std::abs(value) < axis.step / 1e6 ? 0 : value;
-    absl::StrAppend(&svg, "<path class=\"grid\" d=\"M", coordinate(kLeft), " ", coordinate(y_of(value)), "H",
-                    coordinate(kWidth - kRight), "\"/>",
-                    text(kLeft - 7, y_of(value) + 4, "end", in_unit(shown, chart.unit)));
-  }
-  const double x_step = std::max(1.0, tick_step(span));
-  for (double tick = std::ceil((first + 0.04 * span) / x_step) * x_step; tick <= first + span + 1e-9;
-       tick += x_step) {
-    svg += text(x_of(tick), kHeight - 8, tick > first + 0.97 * span ? "end" : "middle",
-                absl::StrFormat("%.0f", tick));
-  }
-  svg += text(kLeft - 7, kHeight - 8, "end", "step");
-  std::vector<double> xs, shown_steps;
+  Column xs;
+  nlohmann::json x_units = nlohmann::json::array(), shown_steps = nlohmann::json::array();
   for (size_t i = 0; i < steps.size(); i += per_point) {
     const size_t last = std::min(steps.size(), i + per_point) - 1;
-    shown_steps.push_back(static_cast<double>(steps[i] + steps[last]) / 2);
-    xs.push_back(x_of(shown_steps.back()));
-  }
-  nlohmann::json data = {{"x", nlohmann::json::array()},
-                         {"steps", nlohmann::json::array()},
-                         {"series", nlohmann::json::array()},
-                         {"left", kLeft},
-                         {"width", kWidth},
-                         {"top", kTop},
-                         {"bottom", kHeight - kBottom}};
-  for (size_t i = 0; i < xs.size(); ++i) {
-    data["x"].push_back(std::round(xs[i] * 10) / 10);
-    data["steps"].push_back(std::llround(shown_steps[i]));
+    const double step = static_cast<double>(steps[i] + steps[last]) / 2;
+    xs.push_back(plot.x_of(step));
+    x_units.push_back(std::round(xs.back() * 10) / 10);
+    shown_steps.push_back(std::llround(step));
   }
   std::vector<std::string> names, colours;
-  size_t strong = 0;
+  nlohmann::json shown_series = nlohmann::json::array();
   for (const Series& one : series) {
-    // Faint ones share the colour of what follows them.
-    const std::string colour = colour_of(strong);
+    const std::string colour = colour_of(names.size());  // faint ones share the colour of what follows them
     if (!one.faint) {
-      ++strong;
       names.push_back(one.name);
       colours.push_back(colour);
     }
-    std::vector<double> ys;
+    Column ys;
     nlohmann::json values = nlohmann::json::array();
     for (const double y : one.y) {
-      ys.push_back(y_of(y));
+      ys.push_back(plot.y_of(y));
       values.push_back(std::isfinite(y) ? nlohmann::json(in_unit(y, chart.unit)) : nlohmann::json(nullptr));
     }
     svg += path_of(xs, ys, one.faint ? colour + " faint" : colour);
-    data["series"].push_back(
-        {{"name", valid_utf8(one.name)}, {"colour", colour}, {"values", std::move(values)}});
+    shown_series.push_back({{"name", valid_utf8(one.name)}, {"values", std::move(values)}});
   }
-  hover->push_back(std::move(data));
-  return absl::StrCat("<figure><figcaption><b>", escape(chart.title), "</b><span>", escape(chart.explanation),
-                      "</span></figcaption>", names.size() > 1 ? legend(names, colours) : "", svg,
-                      "<path class=\"cursor\" d=\"\"/></svg></figure>\n");
+  const std::string box = absl::StrCat("0 0 ", kSide, " ", kSide);
+  const std::string figure = absl::StrCat(
+      caption(chart), names.size() > 1 ? legend(names, colours) : "", "<div class=\"plot\" data-hover=\"", hover->size(),
+      "\"><svg viewBox=\"", box, "\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"", escape(chart.title), "\">",
+      svg, "<path class=\"cursor\" d=\"\"/></svg>", labels, "</div></figure>\n");
+  hover->push_back({{"x", std::move(x_units)}, {"steps", std::move(shown_steps)}, {"series", std::move(shown_series)}});
+  return figure;
 }
 
-std::string render(const LaneChart& chart) {
-  constexpr double kWide = 1220, kLabel = 120, kLane = 54, kGap = 14, kFoot = 26;
-  const double height = static_cast<double>(chart.lanes.size()) * (kLane + kGap) + kFoot;
-  const double wall = chart.wall_seconds.empty() ? 0 : chart.wall_seconds.back();
-  if (!(wall > 0)) return "<p class=\"none\">Nothing recorded.</p>\n";
-  const auto x_of = [&](double seconds) { return kLabel + seconds / wall * (kWide - kLabel - 12); };
-  std::string svg = absl::StrCat("<svg class=\"lanes\" viewBox=\"0 0 ", kWide, " ", height,
-                                 "\" role=\"img\" aria-label=\"who waits for whom\">");
+namespace {
+
+// What the colours of all lanes mean; one that two lanes use has both names.
+std::string legend_of(const std::vector<Lane>& lanes) {
   std::vector<std::string> names, colours;
-  for (size_t l = 0; l < chart.lanes.size(); ++l) {
-    const Lane& lane = chart.lanes[l];
-    const double top = static_cast<double>(l) * (kLane + kGap);
-    absl::StrAppend(&svg, "<rect class=\"lane\" x=\"", coordinate(kLabel), "\" y=\"", coordinate(top),
-                    "\" width=\"", coordinate(kWide - kLabel - 12), "\" height=\"", coordinate(kLane), "\"/>",
-                    "<text class=\"lane-name\" x=\"0\" y=\"", coordinate(top + kLane / 2 + 4), "\">",
-                    escape(lane.name), "</text>");
+  for (const Lane& lane : lanes) {
     for (size_t p = 0; p < lane.parts.size(); ++p) {
       const auto known = std::find(colours.begin(), colours.end(), lane.colours[p]);
       if (known == colours.end()) {
@@ -289,32 +290,48 @@ std::string render(const LaneChart& chart) {
         name += ", " + lane.parts[p];
       }
     }
-    for (size_t i = 0; i < lane.shares.size(); ++i) {
-      const double begin = x_of(i == 0 ? 0 : chart.wall_seconds[i - 1]), end = x_of(chart.wall_seconds[i]);
-      double bottom = top + kLane;
-      std::string bars, tip = absl::StrCat(escape(lane.name), ", to ", duration(chart.wall_seconds[i]));
-      for (size_t p = 0; p < lane.parts.size(); ++p) {
-        const double share = lane.shares[i][p];
-        if (!(share > 0)) continue;
-        bottom -= share * kLane;
-        absl::StrAppend(&bars, "<rect class=\"", lane.colours[p], "\" x=\"", coordinate(begin), "\" y=\"",
-                        coordinate(bottom), "\" width=\"",
-                        coordinate(std::max(0.5, end - begin - (end - begin > 4 ? 1 : 0))), "\" height=\"",
-                        coordinate(share * kLane), "\"/>");
-        absl::StrAppend(&tip, "&#10;", escape(lane.parts[p]), " ", percent(share));
-      }
-      absl::StrAppend(&svg, "<g data-t=\"", tip, "\">", bars, "</g>");
+  }
+  return legend(names, colours);
+}
+
+// The bars of one lane, stacked from the bottom.
+std::string bars_of(const Lane& lane, const Column& wall_seconds) {
+  constexpr double kGap = 1;
+  std::string out;
+  for (size_t i = 0; i < lane.shares.size(); ++i) {
+    const double begin = i == 0 ? 0 : wall_seconds[i - 1] / wall_seconds.back() * kSide;
+    const double width = wall_seconds[i] / wall_seconds.back() * kSide - begin;
+    double bottom = kSide;
+    std::string bars, tip = absl::StrCat(escape(lane.name), ", to ", duration(wall_seconds[i]));
+    for (size_t p = 0; p < lane.parts.size(); ++p) {
+      const double share = lane.shares[i][p];
+      if (!(share > 0)) continue;
+      bottom -= share * kSide;
+      absl::StrAppend(&bars, "<rect class=\"", lane.colours[p], "\" x=\"", coordinate(begin), "\" y=\"", coordinate(bottom),
+                      "\" width=\"", coordinate(std::max(0.5, width - (width > 4 * kGap ? kGap : 0))), "\" height=\"",
+                      coordinate(share * kSide), "\"/>");
+      absl::StrAppend(&tip, "&#10;", escape(lane.parts[p]), " ", percent(share));
     }
+    absl::StrAppend(&out, "<g data-t=\"", tip, "\">", bars, "</g>");
   }
-  const double step = tick_step(wall);
-  for (double tick = 0; tick <= wall * (1 + 1e-9); tick += step) {
-    svg += text(x_of(tick), height - 8,
-                tick == 0            ? "start"
-                : tick > 0.97 * wall ? "end"
-                                     : "middle",
-                duration(tick));
+  return out;
+}
+
+}  // namespace
+
+std::string render(const LaneChart& chart) {
+  const double wall = chart.wall_seconds.empty() ? 0 : chart.wall_seconds.back();
+  if (!(wall > 0)) return "<p class=\"none\">Nothing recorded.</p>\n";
+  std::string out = legend_of(chart.lanes);
+  for (const Lane& lane : chart.lanes) {
+    absl::StrAppend(&out, "<div class=\"lane\"><b>", escape(lane.name), "</b><svg viewBox=\"0 0 ", kSide, " ", kSide,
+                    "\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"", escape(lane.name), "\">",
+                    bars_of(lane, chart.wall_seconds), "</svg></div>\n");
   }
-  return legend(names, colours) + svg + "</svg>\n";
+  out += "<div class=\"times\">";
+  const double step = time_step(wall);
+  for (double tick = 0; tick <= wall * (1 + 1e-9); tick += step) out += below(tick / wall * kSide, duration(tick));
+  return out + "</div>\n";
 }
 
 }  // namespace slipstream::cli

@@ -153,25 +153,15 @@ std::string valid_utf8(std::string_view bytes) {
   return out;
 }
 
-std::vector<double> RunData::column(const std::string& column_name) const {
+Column RunData::column(const std::string& column_name) const {
   const auto found = columns.find(column_name);
-  return found != columns.end() ? found->second : std::vector<double>(steps.size(), kMissing);
+  return found != columns.end() ? found->second : Column(steps.size(), kMissing);
 }
 
-std::map<std::string, std::vector<double>> RunData::columns_under(const std::string& prefix) const {
-  std::map<std::string, std::vector<double>> out;
+std::map<std::string, Column> RunData::columns_under(const std::string& prefix) const {
+  std::map<std::string, Column> out;
   for (const auto& [key, column] : columns) {
     if (key.rfind(prefix + "/", 0) == 0) out[key.substr(prefix.size() + 1)] = column;
-  }
-  return out;
-}
-
-std::vector<double> RunData::increments(const std::vector<double>& total) {
-  std::vector<double> out;
-  double before = 0;
-  for (const double now : total) {
-    out.push_back(now >= before ? now - before : now);  // NaN stays NaN
-    if (!std::isnan(now)) before = now;
   }
   return out;
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/report_column.h"
 #include "common/status.h"
 #include "nlohmann/json.hpp"
 
@@ -22,16 +23,14 @@ struct RunData {
   std::vector<int64_t> steps;  // one entry a step, rising
   std::vector<bool> warmup;    // by step
   // By step; NaN: missing. Objects are flattened: "dropped_by_reason/stale".
-  std::map<std::string, std::vector<double>> columns;
+  std::map<std::string, Column> columns;
   std::vector<RolloutSamples> samples;  // early, middle, late
   std::vector<std::string> notes;       // what could not be read
 
   // All NaN when there is no such column.
-  std::vector<double> column(const std::string& name) const;
+  Column column(const std::string& name) const;
   // {"stale": column of "dropped_by_reason/stale", ...}
-  std::map<std::string, std::vector<double>> columns_under(const std::string& prefix) const;
-  // Growth of a running total by step; a total that fell began again at 0 (its role was restarted).
-  static std::vector<double> increments(const std::vector<double>& total);
+  std::map<std::string, Column> columns_under(const std::string& prefix) const;
 };
 
 // NotFound: names the directory.

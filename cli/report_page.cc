@@ -14,28 +14,6 @@ namespace {
 
 constexpr size_t kIntervals = 60;  // bars of a lane
 
-double last(const std::vector<double>& values) {
-  for (size_t i = values.size(); i-- > 0;) {
-    if (std::isfinite(values[i])) return values[i];
-  }
-  return std::nan("");
-}
-
-// Mean over a window that ends at each step; behind it the raw values are shown faint.
-std::vector<double> smoothed(const std::vector<double>& values, size_t window) {
-  std::vector<double> out;
-  for (size_t i = 0; i < values.size(); ++i)
-    out.push_back(mean_of(values, i + 1 - std::min(i + 1, window), i + 1));
-  return out;
-}
-
-std::vector<double> rate(const std::vector<double>& amount, const std::vector<double>& seconds) {
-  std::vector<double> out;
-  for (size_t i = 0; i < amount.size(); ++i)
-    out.push_back(seconds[i] > 0 ? amount[i] / seconds[i] : std::nan(""));
-  return out;
-}
-
 std::string tile(const std::string& label, const std::string& value, const std::string& below) {
   return absl::StrCat("<div class=\"tile\"><span>", label, "</span><b>", value, "</b><small>", below,
                       "</small></div>\n");
@@ -44,40 +22,31 @@ std::string tile(const std::string& label, const std::string& value, const std::
 std::string tiles(const RunData& run) {
   const size_t end = run.steps.size(), rl = first_rl_step(run), tail = tail_begin(run);
   const auto now = [&](const char* name) { return mean_of(run.column(name), tail, end); };
-  const double before = mean_of(run.column("reward_mean"), rl, rl + std::max<size_t>(5, (end - rl) / 10));
-  const double produced = last(run.column("produced")), trained = last(run.column("trained")),
-               dropped = last(run.column("dropped")), queued = last(run.column("queued"));
-  const std::vector<double> mismatch = run.column("mismatch_abs_max");
-  double worst = std::nan("");
-  for (const double value : mismatch) {
-    if (std::isfinite(value) && !(value <= worst)) worst = value;
-  }
-  const std::vector<double> seconds = step_seconds(run);
-  const double generated =
-      mean_of(rate(RunData::increments(run.column("generated_tokens")), seconds), rl, end);
-  const double learned = mean_of(rate(run.column("trained_tokens"), seconds), rl, end);
+  const auto last = [&](const char* name) { return short_number(last_of(run.column(name))); };
+  const RewardChange reward = reward_change(run);
+  const Column seconds = step_seconds(run);
+  const double wall = sum_of(seconds, rl, end);
   std::string out = "<div class=\"tiles\">\n";
-  out += tile("Mean reward", short_number(now("reward_mean")),
-              rl > 0 ? absl::StrCat(short_number(before), " after the warm-up")
-                     : absl::StrCat(short_number(before), " at first"));
+  out += tile("Mean reward", short_number(reward.now),
+              absl::StrCat(short_number(reward.before), rl > 0 ? " after the warm-up" : " at first"));
   out += tile("Steps", absl::StrCat(run.steps.back()),
-              absl::StrCat(rl > 0 ? absl::StrCat(rl, " of warm-up, ") : "", "policy version ",
-                           short_number(last(run.column("policy_version")))));
-  out += tile("Wall time", duration(last(run.column("wall_seconds"))),
+              absl::StrCat(rl > 0 ? absl::StrCat(rl, " of warm-up, ") : "", "policy version ", last("policy_version")));
+  out += tile("Wall time", duration(last_of(run.column("wall_seconds"))),
               absl::StrCat(duration(mean_of(seconds, rl, end)), " a step"));
-  out += tile("Trajectories", short_number(produced),
-              absl::StrCat("= ", short_number(trained), " trained + ", short_number(dropped), " dropped + ",
-                           short_number(queued), " queued"));
+  out += tile("Trajectories", last("produced"),
+              absl::StrCat("= ", last("trained"), " trained + ", last("dropped"), " dropped + ", last("queued"), " queued"));
   out += tile("Staleness", short_number(now("staleness_mean")), "policy versions behind, mean");
-  out += tile("Log-prob mismatch", short_number(worst), "largest ever; 0: exact");
-  out += tile("Tokens per second", short_number(generated),
-              absl::StrCat("generated; ", short_number(learned), " trained"));
+  out += tile("Masked tokens", percent(now("masked_low_fraction") + now("masked_high_fraction")),
+              "carried no loss: too far from the policy that sampled them");
+  out += tile("Log-prob mismatch", short_number(max_of(run.column("mismatch_abs_max"))), "largest ever; 0: exact");
+  out += tile("Tokens per second", short_number(sum_of(increments(run.column("generated_tokens")), rl, end) / wall),
+              absl::StrCat("generated; ", short_number(sum_of(run.column("trained_tokens"), rl, end) / wall), " trained"));
   return out + "</div>\n";
 }
 
 std::string charts(const RunData& run, nlohmann::json* hover) {
   const auto column = [&](const char* name) { return run.column(name); };
-  const std::vector<double> seconds = step_seconds(run);
+  const Column seconds = step_seconds(run);
   const size_t window = std::clamp<size_t>(run.steps.size() / 25, 1, 50);
   std::string out = "<div class=\"charts\">\n";
   const auto add = [&](LineChart chart) { out += render(chart, run.steps, run.warmup, hover); };
@@ -105,11 +74,12 @@ std::string charts(const RunData& run, nlohmann::json* hover) {
                       "weights) grows with staleness.",
        .series = {{.name = "mismatch, mean", .y = column("mismatch_abs_mean")},
                   {.name = "mismatch, largest", .y = column("mismatch_abs_max"), .peak = true},
-                  {.name = "drift, mean", .y = column("drift_abs_mean")}}});
+                  {.name = "drift, mean", .y = column("drift_abs_mean")}},
+       .cut_peaks = true});
   add({.title = "Throughput",
        .explanation = "Tokens a second of wall time; the lines are running means.",
        .series = {{.name = "generated",
-                   .y = smoothed(rate(RunData::increments(column("generated_tokens")), seconds), window)},
+                   .y = smoothed(rate(increments(column("generated_tokens")), seconds), window)},
                   {.name = "trained", .y = smoothed(rate(column("trained_tokens"), seconds), window)}}});
   LineChart dropped = {.title = "Dropped trajectories",
                        .explanation = "Running totals of episodes that were not trained on, by reason.",
@@ -120,13 +90,20 @@ std::string charts(const RunData& run, nlohmann::json* hover) {
   add(std::move(dropped));
   add({.title = "Gradient norm",
        .explanation = "Before clipping.",
-       .series = {{.name = "norm", .y = column("grad_norm"), .peak = true}}});
+       .series = {{.name = "norm", .y = column("grad_norm"), .peak = true}},
+       .cut_peaks = true});
   add({.title = "Loss",
        .explanation = "Warm-up: of the demonstrations. Then: of the policy, which need not fall.",
        .series = {{.name = "each step", .y = column("loss"), .faint = true},
                   {.name = "loss", .y = smoothed(column("loss"), window)}}});
-  const std::vector<double> probability = column("demonstration_probability");
-  if (std::any_of(probability.begin(), probability.end(), [](double p) { return std::isfinite(p); })) {
+  add({.title = "Entropy",
+       .explanation = "Of the policy, nats a token: what it still leaves to chance. 0: it always says the same.",
+       .series = {{.name = "entropy", .y = smoothed(column("entropy"), window)}}});
+  add({.title = "Expert load",
+       .explanation = "Tokens of the busiest expert over the mean, in the worst layer. 1: even.",
+       .series = {{.name = "imbalance", .y = column("expert_load_imbalance")}}});
+  const Column probability = column("demonstration_probability");
+  if (std::isfinite(last_of(probability))) {
     add({.title = "Demonstrations",
          .explanation = "Warm-up: the probability the model gives to a whole demonstrated answer.",
          .series = {{.name = "probability", .y = probability}},
@@ -148,7 +125,7 @@ std::string waiting(const RunData& run) {
       .name = "rollout workers", .parts = {"busy", "idle"}, .colours = {"c1", "c2"}, .shares = {}};
   Lane gateway = {.name = "gateway", .parts = {"busy", "idle"}, .colours = {"c1", "c2"}, .shares = {}};
   const size_t per_interval = (run.steps.size() + kIntervals - 1) / kIntervals;
-  const std::vector<double> seconds = step_seconds(run);
+  const Column seconds = step_seconds(run);
   double wall = 0;
   for (size_t i = 0; i < run.steps.size(); i += per_interval) {
     const size_t end = std::min(run.steps.size(), i + per_interval);

@@ -1,8 +1,6 @@
 // Goal: the page is whole and well-formed whatever the run left behind: a full run, an empty one, one cut
 // short, and one whose texts try to break out. With SLIPSTREAM_REPORT_DIR set the run and its page stay there
 // to be looked at.
-#include <unistd.h>
-
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -15,6 +13,7 @@
 #include "cli/report_chart.h"
 #include "cli/report_data.h"
 #include "cli/report_page.h"
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
 
 namespace slipstream::cli {
@@ -145,7 +144,6 @@ void expect_self_contained(const std::string& html) {
 class ReportTest : public ::testing::Test {
  protected:
   void SetUp() override { fs::create_directories(run_ / "rollouts"); }
-  void TearDown() override { fs::remove_all(root_); }
   void write(const std::string& name, const std::string& content) {
     std::ofstream(run_ / name, std::ios::binary) << content;
   }
@@ -164,8 +162,8 @@ class ReportTest : public ::testing::Test {
     write("metrics.jsonl", lines);
   }
 
-  const fs::path root_ = fs::path(::testing::TempDir()) / ("report_test_" + std::to_string(getpid()));
-  const fs::path run_ = root_ / "quick";
+  const testing::TemporaryDirectory root_;
+  const fs::path run_ = fs::path(root_.path()) / "quick";
 };
 
 TEST_F(ReportTest, AFullRunIsShownWhole) {
@@ -184,13 +182,17 @@ TEST_F(ReportTest, AFullRunIsShownWhole) {
              "\n";
     write(absl::StrFormat("rollouts/step_%06d.jsonl", step), lines);
   }
+  json branched = trajectory(kSteps, 2, 0.5, {"7"}, "7+0=", random);
+  branched["more_samples"] = {trajectory(kSteps, 3, 0, {" other", " end"}, "8+0=", random)};
+  branched["importance_ratios"] = {1.25};
+  std::ofstream(run_ / absl::StrFormat("rollouts/step_%06d.jsonl", kSteps), std::ios::app) << branched.dump() << "\n";
   const std::string html = page();
   expect_self_contained(html);
   for (const char* expected :
        {"<title>Run quick</title>", "max_staleness 2", "12 groups of 8", "<b>Reward</b>", "<b>Staleness</b>",
         "<b>Throughput</b>", "<b>Dropped trajectories</b>", "warm-up", "Who waits for whom",
         "rollout workers", "agree to the last bit", "Early: step 41", "Middle: step 120", "Late: step 240",
-        "&lt;|user|&gt;", "rollout log-prob -", "policy version 0", "by reinforcement learning",
+        "&lt;|user|&gt;", "branch 2 of 2", " other</span>", "importance ratio 1.25", "rollout log-prob -", "policy version 0", "by reinforcement learning",
         "zero_variance"}) {
     EXPECT_TRUE(absl::StrContains(html, expected)) << expected;
   }
@@ -262,7 +264,7 @@ TEST_F(ReportTest, TornAndStrangeLinesAreLeftOut) {
 }
 
 TEST_F(ReportTest, AMissingDirectoryIsNamed) {
-  const auto run = load_run((root_ / "nope").string());
+  const auto run = load_run(root_.path() + "/nope");
   EXPECT_EQ(run.status().code(), absl::StatusCode::kNotFound);
   EXPECT_TRUE(absl::StrContains(run.status().message(), "nope: no such directory")) << run.status();
 }
@@ -276,7 +278,7 @@ TEST_F(ReportTest, AStepDoneAgainCountsOnceAndTotalsMayBeginAgain) {
   EXPECT_EQ(run->steps, (std::vector<int64_t>{1, 2, 3}));
   EXPECT_EQ(run->column("loss")[1], 3.0);
   EXPECT_TRUE(std::isnan(run->column("loss")[2]));
-  EXPECT_EQ(RunData::increments(run->column("generated_tokens")), (std::vector<double>{100, 30, 50}));
+  EXPECT_EQ(increments(run->column("generated_tokens")), (std::vector<double>{100, 30, 50}));
 }
 
 TEST_F(ReportTest, AdviceFollowsFromTheNumbers) {
@@ -312,6 +314,44 @@ TEST_F(ReportTest, AdviceFollowsFromTheNumbers) {
   EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["reward_mean"] = 0.3; }), "did not rise"));
   EXPECT_TRUE(absl::StrContains(advice_of([](json* l) { (*l)["dropped_by_reason"]["env_crash"] = 4000; }),
                                 "look at the environments' logs"));
+}
+
+// One value a hundred times the rest does not flatten them: it is cut off, and said.
+TEST_F(ReportTest, PeaksAreCutOffAndSaid) {
+  std::string lines;
+  for (int step = 1; step <= 40; ++step) {
+    lines += json({{"step", step}, {"grad_norm", step == 7 ? 150.0 : 1.0 + 0.01 * step}, {"phase", "rl"}}).dump() + "\n";
+  }
+  write("metrics.jsonl", lines);
+  const std::string html = page();
+  EXPECT_TRUE(absl::StrContains(html, "up to 150</span>"));
+  EXPECT_FALSE(absl::StrContains(html, "%\">150</span>"));  // not a label of the axis
+}
+
+TEST(Durations, AreShort) {
+  EXPECT_EQ(duration(0), "0 s");
+  EXPECT_EQ(duration(3.14), "3.1 s");
+  EXPECT_EQ(duration(20), "20 s");
+  EXPECT_EQ(duration(60), "1 min");
+  EXPECT_EQ(duration(252), "4 min 12 s");
+  EXPECT_EQ(duration(4800), "1 h 20 min");
+  EXPECT_EQ(duration(7200), "2 h");
+}
+
+TEST(Columns, LeaveOutWhatWasNotRecorded) {
+  const double none = std::nan("");
+  const Column values = {none, 4, none, 1, 3};
+  EXPECT_EQ(sum_of(values, 0, 5), 8);
+  EXPECT_EQ(mean_of(values, 0, 5), 8.0 / 3);
+  EXPECT_EQ(last_of({1, 2, none}), 2);
+  EXPECT_EQ(max_of(values), 4);
+  EXPECT_EQ(quantile_of(values, 0.5), 3);
+  const Column grown = increments({none, 5, none, 8, 2});
+  EXPECT_TRUE(std::isnan(grown[0]) && std::isnan(grown[2]));
+  EXPECT_EQ((Column{grown[1], grown[3], grown[4]}), (Column{5, 3, 2}));
+  for (const double nothing : {sum_of({none}, 0, 1), mean_of({}, 0, 3), last_of({none}), max_of({}), quantile_of({none}, 0.5)}) {
+    EXPECT_TRUE(std::isnan(nothing));
+  }
 }
 
 TEST(Utf8, InvalidBytesAreReplacedAndValidOnesKept) {

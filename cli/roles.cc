@@ -7,6 +7,7 @@
 #include "cli/job_file.h"
 #include "cli/signals.h"
 #include "cli/training.h"
+#include "common/address.h"
 #include "common/status.h"
 #include "gateway/gateway.h"
 #include "learner/learner.h"
@@ -22,7 +23,18 @@ struct RoleFlags {
   std::string worker_id;
 };
 
+absl::Status check_flags(const RoleFlags& flags) {
+  const auto refuse = [](const char* flag, const std::string& problem) {
+    return problem.empty() ? absl::OkStatus() : absl::InvalidArgumentError(absl::StrCat(flag, ": ", problem));
+  };
+  if (!flags.metrics_address.empty()) RETURN_IF_ERROR(refuse("--metrics-address", address_problem(flags.metrics_address, 0)));
+  if (!flags.address.empty()) RETURN_IF_ERROR(refuse("--address", address_problem(flags.address, 0)));
+  if (!flags.worker_id.empty()) RETURN_IF_ERROR(refuse("--worker-id", name_problem(flags.worker_id)));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Job> read_role(const RoleFlags& flags) {
+  RETURN_IF_ERROR(check_flags(flags));
   ASSIGN_OR_RETURN(Job job, read_job(flags.job));
   fix_addresses(job);
   RETURN_IF_ERROR(prepare_run(job));
@@ -38,13 +50,15 @@ absl::Status run_gateway(const RoleFlags& flags) {
   ASSIGN_OR_RETURN(const Logger log, open_log(job, "gateway"));
   Metrics metrics;
   RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.gateway_metrics_address), log));
-  ASSIGN_OR_RETURN(const Environments environments, start_environments(job, log));
-  ASSIGN_OR_RETURN(const std::unique_ptr<gateway::Gateway> gateway, gateway::Gateway::start(job.gateway, metrics, log));
+  const auto fail = [&signals](absl::Status why) { signals.fail(std::move(why)); };
+  ASSIGN_OR_RETURN(const Environments environments, start_environments(job, log, fail));
+  ASSIGN_OR_RETURN(const std::unique_ptr<gateway::Gateway> gateway,
+                   gateway::Gateway::start(job.gateway, metrics, log, {.on_failure = fail}));
   std::printf("gateway at %s, learners at %s\n", gateway->address().c_str(), gateway->learner_endpoint().c_str());
   std::fflush(stdout);
-  signals.wait();
+  const absl::Status status = signals.wait();
   gateway->stop();
-  return absl::OkStatus();
+  return status;
 }
 
 absl::Status run_rollout(const RoleFlags& flags) {
@@ -55,12 +69,13 @@ absl::Status run_rollout(const RoleFlags& flags) {
   ASSIGN_OR_RETURN(const Logger log, open_log(job, job.rollout.engine.worker_id == "worker-0" ? "rollout" : "rollout-" + job.rollout.engine.worker_id));
   Metrics metrics;
   RETURN_IF_ERROR(serve_metrics(metrics, choose(flags.metrics_address, job.rollout_metrics_address), log));
-  ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, log));
+  ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, log,
+                                                 [&signals](absl::Status why) { signals.fail(std::move(why)); }));
   std::printf("rollout worker %s at %s\n", job.rollout.engine.worker_id.c_str(), worker->address().c_str());
   std::fflush(stdout);
-  signals.wait();
+  const absl::Status status = signals.wait();
   worker->drain(absl::Now() + absl::Milliseconds(job.rollout.drain_timeout_ms));
-  return absl::OkStatus();
+  return status;
 }
 
 // Under mpirun every rank is one process of the data-parallel group; alone it is a group of one and MPI stays out of it.
@@ -87,7 +102,7 @@ absl::Status run_learner(const RoleFlags& flags) {
     if (root) std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());
     return train(*learner, job, root, signals.token(), log, nullptr);
   }();
-  if (!status.ok() && world != nullptr) {
+  if (!status.ok() && !absl::IsCancelled(status) && world != nullptr) {
     std::fprintf(stderr, "slipstream learner: rank %d: %s\n", group.rank(), std::string(status.message()).c_str());
     world->abort(1);
   }

@@ -36,11 +36,26 @@ SignalStop::SignalStop() {
 
 SignalStop::~SignalStop() { thread_.request_stop(); }
 
-void SignalStop::wait() {
+void SignalStop::fail(absl::Status why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_.ok() || source_.stop_requested()) return;
+    failure_ = std::move(why);
+  }
+  source_.request_stop();
+}
+
+absl::Status SignalStop::failure() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+absl::Status SignalStop::wait() {
   std::mutex mutex;
   std::condition_variable_any woken;
   std::unique_lock lock(mutex);
   woken.wait(lock, token(), [] { return false; });
+  return failure();
 }
 
 }  // namespace slipstream::cli

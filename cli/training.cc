@@ -1,5 +1,6 @@
 #include "cli/training.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "cli/console.h"
@@ -14,9 +15,9 @@ absl::Status train(learner::Learner& learner, const Job& job, bool is_root, std:
     const absl::Status status = learner.run(stop, {});
     return absl::IsCancelled(status) ? absl::OkStatus() : status;
   }
-  ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.learner.tokenizer));
+  ASSIGN_OR_RETURN(const std::unique_ptr<model::Tokenizer> tokenizer, model::open_tokenizer(job.shared.tokenizer));
   ASSIGN_OR_RETURN(learner::TensorBoardWriter board,
-                   learner::TensorBoardWriter::open(job.shared.run_directory() + "/tensorboard", learner.step() + 1));
+                   learner::TensorBoardWriter::open(job.shared.run_directory() + "/tensorboard", std::max<int64_t>(1, learner.step())));
   Console console(stdout);
   bool board_failed = false;
   const learner::Observers observers{
@@ -36,8 +37,7 @@ absl::Status train(learner::Learner& learner, const Job& job, bool is_root, std:
   const absl::Status status = learner.run(stop, observers);
   console.finish();
   if (!absl::IsCancelled(status)) return status;
-  std::printf("stopped at step %lld; the same command goes on from there\n", static_cast<long long>(learner.step()));
-  return absl::OkStatus();
+  return absl::CancelledError(absl::StrCat("interrupted at step ", learner.step(), "; the same command goes on from there"));
 }
 
 }  // namespace slipstream::cli

@@ -9,8 +9,8 @@
 
 namespace slipstream::cli {
 
-// Trains to the end, or until stop: then says so and returns OK. rewards (may be null) receives the mean reward of each RL step.
-// Ranks other than 0 (is_root false) only compute.
+// Trains to the end (OK), or until stop (Cancelled: where it stopped, and how it goes on). rewards (may be null) receives the mean reward of each RL step.
+// Ranks other than 0 (is_root false) only compute, and return OK at a stop.
 absl::Status train(learner::Learner& learner, const Job& job, bool is_root, std::stop_token stop, const Logger& log,
                    std::vector<double>* rewards);
 

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "absl/strings/numbers.h"
+#include "common/address.h"
 #include "yaml-cpp/yaml.h"
 
 namespace slipstream {
@@ -29,9 +30,19 @@ struct ConfigNode::File {
   std::string name;
   std::deque<Mapping> mappings;
   std::string error;  // the first
+  std::vector<std::pair<std::string, std::string>> sets;  // path and assignment, in order
 
-  std::string where(const YAML::Node& node) const {
-    return node.IsDefined() && node.Mark().line >= 0 ? absl::StrCat(name, ":", node.Mark().line + 1) : name;
+  // Where the value at `path` comes from: the assignment that set it, or something around it, or else its line.
+  std::string where(const std::string& path, const YAML::Node& node) const {
+    const bool in_file = node.IsDefined() && node.Mark().line >= 0;
+    const auto within = [](const std::string& inner, const std::string& outer) {
+      return inner.starts_with(outer) && (inner.size() == outer.size() || inner[outer.size()] == '.' || inner[outer.size()] == '[');
+    };
+    for (auto set = sets.rbegin(); set != sets.rend(); ++set) {
+      // A section that only an assignment made has no line of its own.
+      if (within(path, set->first) || (!in_file && within(set->first, path))) return "--set " + set->second;
+    }
+    return in_file ? absl::StrCat(name, ":", node.Mark().line + 1) : name;
   }
   void set_error(std::string text) {
     if (error.empty()) error = std::move(text);
@@ -71,6 +82,15 @@ YAML::Node to_yaml(const T& value) {
   }
 }
 
+// YAML::Load would take the first document and leave the rest unread.
+YAML::Node load_one(const std::string& text) {
+  const std::vector<YAML::Node> documents = YAML::LoadAll(text);
+  for (size_t i = 1; i < documents.size(); ++i) {
+    if (!documents[i].IsNull()) throw YAML::ParserException(documents[i].Mark(), "a second YAML document, expected one");
+  }
+  return documents.empty() ? YAML::Node() : documents[0];
+}
+
 }  // namespace
 
 absl::StatusOr<ConfigNode> ConfigNode::parse(const std::string& text, const std::string& name) {
@@ -78,7 +98,7 @@ absl::StatusOr<ConfigNode> ConfigNode::parse(const std::string& text, const std:
   file->name = name;
   YAML::Node root;
   try {
-    root = YAML::Load(text);
+    root = load_one(text);
   } catch (const YAML::Exception& error) {
     return absl::InvalidArgumentError(absl::StrCat(name, ":", error.mark.line + 1, ": ", error.msg));
   }
@@ -117,7 +137,7 @@ absl::Status ConfigNode::override_value(const std::string& assignment) {
     begin = end + 1;
   }
   try {
-    const YAML::Node value = YAML::Load(assignment.substr(equals + 1));
+    const YAML::Node value = load_one(assignment.substr(equals + 1));
     if (!mapping_->yaml.IsMap()) mapping_->yaml = YAML::Node(YAML::NodeType::Map);
     YAML::Node node = mapping_->yaml;
     for (size_t i = 0; i + 1 < path.size(); ++i) {
@@ -129,6 +149,7 @@ absl::Status ConfigNode::override_value(const std::string& assignment) {
   } catch (const YAML::Exception& error) {
     return refuse(error.msg);
   }
+  file_->sets.emplace_back(assignment.substr(0, equals), assignment);
   return absl::OkStatus();
 }
 
@@ -138,8 +159,8 @@ bool ConfigNode::has(const char* key) const {
 
 void ConfigNode::fail(const char* key, const std::string& expectation) {
   const YAML::Node node = mapping_->yaml.IsMap() ? mapping_->yaml[key] : YAML::Node(YAML::NodeType::Undefined);
-  file_->set_error(absl::StrCat(file_->where(node.IsDefined() ? node : mapping_->yaml), ": ", mapping_->path, key, ": ",
-                                expectation));
+  const std::string path = mapping_->path + key;
+  file_->set_error(absl::StrCat(file_->where(path, node.IsDefined() ? node : mapping_->yaml), ": ", path, ": ", expectation));
 }
 
 template <class T>
@@ -206,6 +227,20 @@ void ConfigNode::read(const char* key, std::string* value) {
     *out = text;
     return true;
   });
+}
+
+void ConfigNode::read_address(const char* key, std::string* value, int least_port) {
+  const bool optional = value->empty();
+  read(key, value);
+  if (value->empty() && optional) return;
+  if (const std::string problem = address_problem(*value, least_port); !problem.empty()) fail(key, problem);
+}
+
+void ConfigNode::read_name(const char* key, std::string* value) {
+  const bool optional = value->empty();
+  read(key, value);
+  if (value->empty() && optional) return;
+  if (const std::string problem = name_problem(*value); !problem.empty()) fail(key, problem);
 }
 
 void ConfigNode::read(const char* key, std::vector<std::string>* value) {
@@ -278,7 +313,7 @@ absl::Status ConfigNode::finish() const {
     std::set<std::string> seen;
     for (const auto& pair : mapping.yaml) {
       const std::string key = pair.first.IsScalar() ? pair.first.Scalar() : "";
-      const std::string where = file_->where(pair.first);
+      const std::string where = file_->where(mapping.path + key, pair.first);
       if (!seen.insert(key).second) {
         return absl::InvalidArgumentError(absl::StrCat(where, ": ", mapping.path, key, ": given twice"));
       }

@@ -1,6 +1,7 @@
 // Reading a YAML config file into the structs of the components. Every key is read by name; a key nobody reads, a wrong type
 // and a value out of range are errors that say file, line, field and expectation:
 //   quickstart.yaml:12: rollout.max_concurrent: "many", expected an integer >= 1
+// A value that --set gave is named by its assignment instead of file and line.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ namespace slipstream {
 // remembered for resolved(). Copies share the file. One thread.
 class ConfigNode {
  public:
-  // NotFound, InvalidArgument (YAML syntax, with the line).
+  // NotFound, InvalidArgument (YAML syntax, more than one document; with the line).
   static absl::StatusOr<ConfigNode> load(const std::string& path);
   static absl::StatusOr<ConfigNode> parse(const std::string& text, const std::string& name);
   // Sets "section.key=value" over what the file says (value is YAML). InvalidArgument: not of that form. Before any read.
@@ -38,6 +39,10 @@ class ConfigNode {
             double most = std::numeric_limits<double>::infinity());
   void read(const char* key, std::string* value);
   void read(const char* key, std::vector<std::string>* value);
+  // host:port as address_problem() has it; empty where it is empty by default.
+  void read_address(const char* key, std::string* value, int least_port);
+  // As name_problem() has it; empty where it is empty by default.
+  void read_name(const char* key, std::string* value);
   // One of a few words, each with its value: read_choice("on_update", &u, {{"keep", kKeep}, {"recompute", kRecompute}}).
   template <class E>
   void read_choice(const char* key, E* value, std::initializer_list<std::pair<const char*, E>> choices) {

@@ -94,6 +94,50 @@ TEST(Config, OverridesWinOverTheFile) {
   EXPECT_EQ(d, (std::vector<std::string>{"x", "y"}));
 }
 
+TEST(Config, ErrorsOfOverridesNameTheAssignment) {
+  const auto error = [](const std::string& set, const std::string& text = "section:\n  count: 4\n  name: y") {
+    absl::StatusOr<ConfigNode> root = ConfigNode::parse(text, "a.yaml");
+    EXPECT_TRUE(root->override_value("section.name=z").ok());
+    EXPECT_TRUE(root->override_value(set).ok());
+    ConfigNode section = root->child("section");
+    int count = 1;
+    std::string name;
+    section.read("count", &count, 1);
+    section.read("name", &name);
+    for (ConfigNode& item : root->list("items")) item.read("n", &count, 1);
+    return std::string(root->finish().message());
+  };
+  EXPECT_EQ(error("section.count=0"), "--set section.count=0: section.count: \"0\", expected an integer >= 1");
+  EXPECT_EQ(error("section={count: 0}"), "--set section={count: 0}: section.count: \"0\", expected an integer >= 1");
+  EXPECT_EQ(error("items=[{n: 0}]"), "--set items=[{n: 0}]: items[0].n: \"0\", expected an integer >= 1");
+  EXPECT_EQ(error("section.coumt=3"), "--set section.coumt=3: section.coumt: unknown key, expected one of: count, name");
+  EXPECT_EQ(error("sektion.count=3"), "--set sektion.count=3: sektion: unknown key, expected one of: items, section");
+  EXPECT_EQ(error("section.name=w", "section:\n  count: 0"), "a.yaml:2: section.count: \"0\", expected an integer >= 1");
+}
+
+TEST(Config, OneDocumentAFile) {
+  EXPECT_EQ(ConfigNode::parse("a: 1\n---\nb: 2\n", "a.yaml").status().message(), "a.yaml:3: a second YAML document, expected one");
+  EXPECT_TRUE(ConfigNode::parse("---\na: 1\n...\n---\n", "a.yaml").ok());
+}
+
+TEST(Config, AddressesAndNames) {
+  const auto error = [](const std::string& text) {
+    ConfigNode root = *ConfigNode::parse(text, "a.yaml");
+    std::string call = "localhost:1", listen = "localhost:0", none, name = "x";
+    root.read_address("call", &call, 1);
+    root.read_address("listen", &listen, 0);
+    root.read_address("none", &none, 1);
+    root.read_name("name", &name);
+    return std::string(root.finish().message());
+  };
+  EXPECT_EQ(error("none: \"\""), "");
+  EXPECT_EQ(error("call: localhost:0"), "a.yaml:1: call: \"localhost:0\", expected host:port, port from 1 to 65535");
+  EXPECT_EQ(error("listen: localhost:99999999"), "a.yaml:1: listen: \"localhost:99999999\", expected host:port, port from 0 to 65535");
+  EXPECT_EQ(error("none: nowhere"), "a.yaml:1: none: \"nowhere\", expected host:port, port from 1 to 65535");
+  EXPECT_EQ(error("call: \"\""), "a.yaml:1: call: \"\", expected host:port, port from 1 to 65535");
+  EXPECT_EQ(error("name: \"\""), "a.yaml:1: name: 0 bytes, expected 1 to 128");
+}
+
 TEST(Config, ResolvedFileReadsBackTheSame) {
   Example first, second;
   std::string resolved, again;

@@ -1,11 +1,17 @@
 #include "common/metrics.h"
 
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "common/check.h"
+#include "common/pause.h"
 #include "prometheus/counter.h"
 #include "prometheus/exposer.h"
 #include "prometheus/gauge.h"
@@ -77,6 +83,19 @@ prometheus::Labels make_labels(const MetricDef& def, const std::vector<std::stri
   for (size_t i = 0; i < values.size(); ++i) labels[def.labels[i]] = values[i];
   return labels;
 }
+
+// Connects and goes.
+void touch(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return;
+  if (const int s = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); s >= 0) {
+    static_cast<void>(connect(s, found->ai_addr, found->ai_addrlen));
+    close(s);
+  }
+  freeaddrinfo(found);
+}
 }  // namespace
 
 struct Metrics::Impl : prometheus::Collectable {
@@ -140,10 +159,18 @@ struct Metrics::Impl : prometheus::Collectable {
   // What the exposer looks at, through a weak pointer: as long as this lives. It owns nothing.
   const std::shared_ptr<prometheus::Collectable> served{this, [](prometheus::Collectable*) {}};
   std::unique_ptr<prometheus::Exposer> exposer;
+  std::string host;  // it listens on
 };
 
 Metrics::Metrics() : impl_(std::make_unique<Impl>(*this)) {}
-Metrics::~Metrics() { impl_->exposer.reset(); }
+Metrics::~Metrics() {
+  if (impl_->exposer == nullptr) return;
+  // The server's listening thread looks up every 2 s, or when somebody connects: then it notices its end.
+  const std::jthread waker([host = impl_->host, port = impl_->exposer->GetListeningPorts().front()](std::stop_token ended) {
+    while (pause(absl::Milliseconds(2), ended)) touch(host, port);
+  });
+  impl_->exposer.reset();
+}
 
 void Metrics::add(const MetricDef& def, double amount, const std::vector<std::string>& labels) {
   CHECK(def.kind == MetricKind::kCounter);
@@ -191,6 +218,7 @@ absl::StatusOr<int> Metrics::serve(const std::string& address) {
     return absl::UnavailableError(absl::StrCat("metrics address ", address, ": cannot be bound; is the port in use?"));
   }
   impl_->exposer->RegisterCollectable(impl_->served);
+  impl_->host = address.substr(0, address.rfind(':'));
   return impl_->exposer->GetListeningPorts().front();
 }
 

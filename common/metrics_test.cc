@@ -4,6 +4,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
+
 #include "common/check.h"
 #include "gtest/gtest.h"
 
@@ -60,6 +62,13 @@ TEST(Metrics, AScrapeGetsWhatTextHas) {
   const std::string answer = scrape(*port);
   EXPECT_NE(answer.find("slipstream_masked_tokens_total{side=\"low\"} 5"), std::string::npos) << answer;
   EXPECT_NE(answer.find("slipstream_queued_trajectories 7"), std::string::npos) << answer;
+}
+
+TEST(Metrics, EndsAtOnce) {
+  constexpr int kTimes = 5;  // of which each would take 2 s
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < kTimes; ++i) ASSERT_TRUE(Metrics().serve("127.0.0.1:0").ok());
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(kTimes));
 }
 
 TEST(Metrics, BusyPortIsAnErrorThatNamesIt) {

@@ -1,11 +1,13 @@
 // Goal: the tasks pay for what they say they pay for, their solutions are right for every instance, and no
 // message, however strange, does more than cost a turn.
+#include <algorithm>
 #include <cmath>
-#include <limits>
+#include <cstdio>
 #include <map>
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "common/check.h"
 #include "examples/arithmetic_task.h"
 #include "examples/calculator_task.h"
 #include "examples/faults.h"
@@ -16,10 +18,10 @@ namespace slipstream::examples {
 namespace {
 
 const TaskEntry& find(const std::vector<TaskEntry>& tasks, const std::string& name) {
-  for (const TaskEntry& entry : tasks) {
-    if (entry.description.name() == name) return entry;
-  }
-  throw std::runtime_error("no task " + name);
+  const auto found = std::find_if(tasks.begin(), tasks.end(),
+                                  [&](const TaskEntry& entry) { return entry.description.name() == name; });
+  CHECK(found != tasks.end());
+  return *found;
 }
 
 std::vector<TaskEntry> all_tasks() {

@@ -1,5 +1,5 @@
 // toy_training MODEL OUT: teaches a small model to count. Sequences go s, s+d, s+2d, ... modulo 64; after two tokens the
-// rest can be known. Adam on the log-probs of tokens 2.. of each sequence, then the checkpoint is saved to OUT.
+// rest can be known. AdamW on the log-probs of tokens 2.. of each sequence, then the checkpoint is saved to OUT.
 // It shows a whole training step in one page: batch, forward, log-probs, backward, update.
 #include <cstdio>
 #include <string>
@@ -95,9 +95,9 @@ int main(int argc, char** argv) {
   CLI::App app("Teaches a small model to count.");
   app.add_option("model", flags.model, "Model directory")->required();
   app.add_option("out", flags.out, "Where the trained model goes")->required();
-  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
-  app.add_option("--learning-rate", flags.learning_rate);
-  app.add_option("--threads", flags.threads);
+  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--learning-rate", flags.learning_rate)->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--threads", flags.threads)->check(CLI::Range(1, 256))->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const absl::Status status = slipstream::run(flags);
   if (status.ok()) return 0;

@@ -22,6 +22,7 @@ struct EnvironmentConfig {
   std::string name;                  // for metrics and messages; unique
   std::string address;               // host:port of its Environment service; empty: whoever starts `command` fills it in
   std::vector<std::string> command;  // started by `slipstream run` and `slipstream gateway`; {address} stands for host:port
+  int start_timeout_ms = 60'000;     // until it first describes itself; then `slipstream run` ends
   int reset_timeout_ms = 30'000;
   int step_timeout_ms = 30'000;
   int max_concurrent = 1024;         // episodes open at once
@@ -37,7 +38,6 @@ struct GatewayConfig {
   JobConfig job;
   // gateway:
   std::string address = "127.0.0.1:0";          // Gateway and Workers services
-  std::string learner_address = "tcp://127.0.0.1:0";  // ZeroMQ, for the learner
   int episode_threads = 64;                     // episodes driven at once; each waits in a thread of its own
   int heartbeat_ms = 2'000;                     // a worker is dead after heartbeat_misses of these
   int heartbeat_misses = 3;
@@ -53,7 +53,6 @@ struct GatewayConfig {
   bool drop_zero_variance = true;
   bool capture_replay = false;                  // record routing and indexer replay
   // chat:
-  std::string tokenizer = "bytes";              // or a tokenizer.json
   std::string chat_format = "glm47";            // glm47 | glm53
   bool thinking = false;                        // open <think> in the generation prompt
   std::string reasoning_effort = "max";         // glm53: low | high | max

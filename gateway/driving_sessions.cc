@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "common/address.h"
 #include "gateway/messages.h"
 #include "common/pause.h"
 #include "gateway/record.h"
@@ -68,7 +69,12 @@ DrivingSessions::~DrivingSessions() {
 absl::StatusOr<v1::OpenSessionResponse> DrivingSessions::open(const v1::OpenSessionRequest& request) {
   const std::string body = request.SerializeAsString();
   ASSIGN_OR_RETURN(std::vector<model::ChatTool> tools, from_proto(request.tools()));
-  if (request.task().empty()) return absl::InvalidArgumentError("task: empty, expected a name");
+  if (const std::string problem = name_problem(request.task()); !problem.empty()) {
+    return absl::InvalidArgumentError("task: " + problem);
+  }
+  if (const std::string problem = name_problem(request.group_id()); !request.group_id().empty() && !problem.empty()) {
+    return absl::InvalidArgumentError("group_id: " + problem);
+  }
   v1::Sampling sampling = default_sampling(config_, 0);
   if (request.has_sampling()) sampling = over(sampling, request.sampling());
   RETURN_IF_ERROR(validate(sampling));

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <set>
 
+#include "common/address.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::gateway {
@@ -85,7 +86,7 @@ absl::Status validate(const v1::DescribeResponse& response) {
   for (int i = 0; i < response.tasks_size(); ++i) {
     const std::string field = absl::StrCat("tasks[", i, "]");
     const v1::TaskDescription& task = response.tasks(i);
-    if (task.name().empty()) return refuse(field + ".name", "empty");
+    if (const std::string problem = name_problem(task.name()); !problem.empty()) return refuse(field + ".name", problem);
     if (!names.insert(task.name()).second) return refuse(field + ".name", "\"", task.name(), "\" is listed twice");
     if (task.max_turns() <= 0) return refuse(field + ".max_turns", task.max_turns(), ", expected > 0");
   }

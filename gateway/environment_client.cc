@@ -15,6 +15,7 @@ namespace {
 
 constexpr absl::Duration kCloseTimeout = absl::Seconds(2);
 constexpr absl::Duration kPauseMost = absl::Seconds(30);
+constexpr absl::Duration kWarnEvery = absl::Seconds(10);
 constexpr absl::Duration kFirstAsk = absl::Milliseconds(100);  // between the first Describes, while a service starts
 
 }  // namespace
@@ -24,9 +25,12 @@ struct EnvironmentClient::Stub {
   BackgroundCalls closes;
 };
 
-EnvironmentClient::EnvironmentClient(EnvironmentConfig config, OnDescribed on_described, Metrics& metrics, Logger log)
+EnvironmentClient::EnvironmentClient(EnvironmentConfig config, OnDescribed on_described, Metrics& metrics, Logger log,
+                                     OnFailure on_failure, absl::Duration start_timeout)
     : config_(std::move(config)),
       on_described_(std::move(on_described)),
+      on_failure_(std::move(on_failure)),
+      start_deadline_(absl::Now() + start_timeout),
       metrics_(metrics),
       log_(std::move(log)),
       pause_(absl::Milliseconds(config_.quarantine_ms)),
@@ -181,24 +185,48 @@ void EnvironmentClient::keep_up(std::stop_token stop) {
       }
     }
     if (!pause(wait, stop)) return;
-    const absl::Status status = describe(stop);
+    bool answered = false;
+    const absl::Status status = describe(stop, &answered);
     if (status.ok() || stop.stop_requested()) continue;
+    report_down(status, answered);
     bool first = false;
     {
       const absl::MutexLock lock(&mutex_);
-      const std::string error = rpc::printable({status.message().data(), status.message().size()});
       first = !was_up_;
-      if (error != last_error_) log_->warn("environment {} at {}: Describe: {}", config_.name, config_.address, error);
-      last_error_ = error;
     }
     if (first && !pause(first_asks.next(), stop)) return;
   }
 }
 
-absl::Status EnvironmentClient::describe(std::stop_token stop) {
+void EnvironmentClient::report_down(const absl::Status& status, bool answered) {
+  const std::string error = rpc::printable({status.message().data(), status.message().size()});
+  const std::string who = absl::StrCat("environment ", config_.name, " at ", config_.address);
+  const absl::Time now = absl::Now();
+  absl::Status failure;
+  {
+    const absl::MutexLock lock(&mutex_);
+    if (error != last_error_ || now >= warned_ + kWarnEvery) {
+      log_->warn("{}: Describe: {}; asking on", who, error);
+      warned_ = now;
+    }
+    last_error_ = error;
+    if (was_up_) return;
+  }
+  if (on_failure_ == nullptr) return;
+  if (answered) {
+    on_failure_(absl::Status(status.code(), absl::StrCat(who, ": ", error)));
+  } else if (now >= start_deadline_) {
+    on_failure_(absl::DeadlineExceededError(absl::StrCat(who, ": not up within start_timeout_ms ", config_.start_timeout_ms, ": ",
+                                                         error)));
+  }
+}
+
+absl::Status EnvironmentClient::describe(std::stop_token stop, bool* answered) {
   v1::DescribeResponse answer;
-  const absl::Time deadline = absl::Now() + absl::Milliseconds(config_.reset_timeout_ms);
+  // The start's deadline must not have to wait for one call's.
+  const absl::Time deadline = absl::Now() + absl::Milliseconds(std::min(config_.reset_timeout_ms, config_.start_timeout_ms));
   RETURN_IF_ERROR(call_until(deadline, v1::DescribeRequest(), stop, &v1::Environment::Stub::Describe, answer));
+  *answered = true;
   RETURN_IF_ERROR(validate(answer));
   {
     const absl::MutexLock lock(&mutex_);

@@ -31,9 +31,13 @@ class EnvironmentClient {
   // Called from the client's own thread with every valid answer to Describe: the first one, and one after each pause. An
   // error means that the answer will not do: the service stays down and is asked again.
   using OnDescribed = std::function<absl::Status(const v1::DescribeResponse&)>;
+  // Before the service was first up, from the same thread: its answer to Describe will not do, which no waiting mends; or it
+  // has not been up within start_timeout (DeadlineExceeded). Perhaps again: the service is asked on.
+  using OnFailure = std::function<void(absl::Status)>;
 
-  // Returns at once; the service is asked to describe itself until it does.
-  EnvironmentClient(EnvironmentConfig config, OnDescribed on_described, Metrics& metrics, Logger log);
+  // Returns at once; the service is asked to describe itself until it does. What keeps it down is logged every 10 s.
+  EnvironmentClient(EnvironmentConfig config, OnDescribed on_described, Metrics& metrics, Logger log,
+                    OnFailure on_failure = nullptr, absl::Duration start_timeout = absl::InfiniteDuration());
   ~EnvironmentClient();
 
   // One of max_concurrent places; an open episode holds one until it is closed. nullopt: stop was requested.
@@ -71,11 +75,14 @@ class EnvironmentClient {
   bool wait_until_up(absl::Time deadline, std::stop_token stop);
   void record(const absl::Status& status);
   void keep_up(std::stop_token stop);
-  absl::Status describe(std::stop_token stop);
+  absl::Status describe(std::stop_token stop, bool* answered);
+  void report_down(const absl::Status& status, bool answered);
   void give_back_place();
 
   const EnvironmentConfig config_;
   const OnDescribed on_described_;
+  const OnFailure on_failure_;
+  const absl::Time start_deadline_;
   Metrics& metrics_;
   const Logger log_;
   mutable absl::Mutex mutex_;
@@ -86,6 +93,7 @@ class EnvironmentClient {
   int failures_ ABSL_GUARDED_BY(mutex_) = 0;  // in a row
   absl::Duration pause_ ABSL_GUARDED_BY(mutex_);
   std::string last_error_ ABSL_GUARDED_BY(mutex_);
+  absl::Time warned_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // of a Describe that failed
   int open_ ABSL_GUARDED_BY(mutex_) = 0;
   std::unique_ptr<Stub> stub_;
   std::jthread keeper_;

@@ -86,13 +86,53 @@ TEST_F(EnvironmentClientTest, WaitsForAServiceThatStartsLater) {
 TEST_F(EnvironmentClientTest, ADescriptionThatWillNotDoKeepsItDown) {
   FakeEnvironment fake({});
   std::atomic<int> asked = 0;
+  std::vector<absl::Status> failures;  // of the client's thread, before it describes
   EnvironmentConfig c = config(fake.address());
   const EnvironmentClient env(
       c, [&](const auto&) { return ++asked < 3 ? absl::NotFoundError("task \"x\" is missing") : on_described(); }, metrics_,
-      quiet_logger());
+      quiet_logger(), [&](absl::Status status) { failures.push_back(std::move(status)); });
   ASSERT_TRUE(described_.WaitForNotificationWithTimeout(absl::Seconds(20)));
   EXPECT_EQ(asked, 3);
+  EXPECT_EQ(failures, std::vector<absl::Status>(2, absl::NotFoundError(absl::StrCat(
+                          "environment env at ", fake.address(), ": task \"x\" is missing"))));
   EXPECT_EQ(env.status().last_error(), "task \"x\" is missing");
+}
+
+// Goal: who cannot wait for ever hears of a service that does not come, and of one that once was up nothing.
+TEST_F(EnvironmentClientTest, AStartThatTakesTooLongIsReported) {
+  std::string address;
+  { address = FakeEnvironment({}).address(); }
+  EnvironmentConfig c = config(address);
+  c.start_timeout_ms = 30;
+  absl::Notification failed;
+  absl::Status failure;
+  const auto on_failure = [&](absl::Status status) {
+    if (failed.HasBeenNotified()) return;
+    failure = std::move(status);
+    failed.Notify();
+  };
+  {
+    const EnvironmentClient env(
+        c, [this](const auto&) { return on_described(); }, metrics_, quiet_logger(), on_failure, absl::Milliseconds(30));
+    ASSERT_TRUE(failed.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  }
+  EXPECT_TRUE(absl::IsDeadlineExceeded(failure)) << failure;
+  EXPECT_NE(failure.message().find(absl::StrCat("environment env at ", address, ": not up within start_timeout_ms 30: ")),
+            absl::string_view::npos) << failure;
+
+  auto fake = std::make_unique<FakeEnvironment>(FakeEnvironment::Options{.address = address});
+  c.start_timeout_ms = c.reset_timeout_ms = 20'000;
+  c.quarantine_after = 1;
+  std::atomic<int> reports = 0;
+  EnvironmentClient env(
+      c, [this](const auto&) { return on_described(); }, metrics_, quiet_logger(), [&](absl::Status) { ++reports; },
+      absl::Milliseconds(20'000));
+  ASSERT_TRUE(env.reset(reset("a"), stop_.get_token()).ok());
+  fake.reset();
+  EXPECT_FALSE(env.reset(reset("b"), stop_.get_token()).ok());
+  fake = std::make_unique<FakeEnvironment>(FakeEnvironment::Options{.address = address});
+  EXPECT_TRUE(env.reset(reset("c"), stop_.get_token()).ok());
+  EXPECT_EQ(reports, 0);
 }
 
 TEST_F(EnvironmentClientTest, UnavailableIsRetriedWithTheSameKey) {
@@ -274,6 +314,11 @@ TEST(EnvironmentAnswersTest, Descriptions) {
   EXPECT_EQ(validate(answer).message(), "tasks[0].max_turns: 0, expected > 0");
   answer.mutable_tasks(0)->set_max_turns(1);
   EXPECT_TRUE(validate(answer).ok());
+  answer.mutable_tasks(0)->set_name(std::string(200, 'a'));
+  EXPECT_EQ(validate(answer).message(), "tasks[0].name: 200 bytes, expected 1 to 128");
+  answer.mutable_tasks(0)->set_name("a\x1b");
+  EXPECT_EQ(validate(answer).message(), "tasks[0].name: \"a\\x1b\", expected printable ASCII");
+  answer.mutable_tasks(0)->set_name("a");
   *answer.add_tasks() = answer.tasks(0);
   EXPECT_EQ(validate(answer).message(), "tasks[1].name: \"a\" is listed twice");
 }

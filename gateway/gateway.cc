@@ -37,7 +37,7 @@ struct Gateway::Parts {
 
   absl::Status open_format();
   absl::Status serve();
-  void start_environments();
+  void start_environments(const GatewayWatch& watch);
   v1::Activity activity() const;
   v1::GetStatusResponse status() const;
   void stop();
@@ -60,7 +60,7 @@ struct Gateway::Parts {
 };
 
 absl::Status Gateway::Parts::open_format() {
-  ASSIGN_OR_RETURN(tokenizer, model::open_tokenizer(config.tokenizer));
+  ASSIGN_OR_RETURN(tokenizer, model::open_tokenizer(config.job.tokenizer));
   const model::ChatFormat::Options options{
       .family = config.chat_format, .thinking = config.thinking, .reasoning_effort = config.reasoning_effort};
   ASSIGN_OR_RETURN(format, model::ChatFormat::create(options, *tokenizer));
@@ -76,14 +76,17 @@ absl::Status Gateway::Parts::serve() {
 }
 
 // Episodes start once every environment has described itself to the ledger.
-void Gateway::Parts::start_environments() {
+void Gateway::Parts::start_environments(const GatewayWatch& watch) {
   Orchestrator::Environments clients;
   for (const EnvironmentConfig& environment : config.environments) {
     const auto described = [this, name = environment.name](const v1::DescribeResponse& answer) {
       const std::vector<v1::TaskDescription> tasks(answer.tasks().begin(), answer.tasks().end());
       return ledger->set_tasks(name, tasks);
     };
-    auto client = std::make_unique<EnvironmentClient>(environment, described, metrics, log);
+    const absl::Duration start_timeout =
+        watch.environments_must_start ? absl::Milliseconds(environment.start_timeout_ms) : absl::InfiniteDuration();
+    auto client =
+        std::make_unique<EnvironmentClient>(environment, described, metrics, log, watch.on_failure, start_timeout);
     clients[environment.name] = client.get();
     environments[environment.name] = std::move(client);
   }
@@ -129,7 +132,8 @@ void Gateway::Parts::stop() {
 
 Gateway::Gateway(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
 
-absl::StatusOr<std::unique_ptr<Gateway>> Gateway::start(const GatewayConfig& config, Metrics& metrics, Logger log) {
+absl::StatusOr<std::unique_ptr<Gateway>> Gateway::start(const GatewayConfig& config, Metrics& metrics, Logger log,
+                                                          const GatewayWatch& watch) {
   for (const EnvironmentConfig& environment : config.environments) {
     if (environment.address.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("environments: \"", environment.name, "\" has no address"));
@@ -138,11 +142,11 @@ absl::StatusOr<std::unique_ptr<Gateway>> Gateway::start(const GatewayConfig& con
   std::unique_ptr<Gateway> gateway(new Gateway(std::make_unique<Parts>(config, metrics, log)));
   Parts& parts = *gateway->parts_;
   RETURN_IF_ERROR(parts.open_format());
-  ASSIGN_OR_RETURN(parts.ledger, Ledger::open(config, metrics, log));
-  parts.start_environments();
+  ASSIGN_OR_RETURN(parts.ledger, Ledger::open(config, parts.tokenizer->fingerprint(), metrics, log));
+  parts.start_environments(watch);
   RETURN_IF_ERROR(parts.serve());
   // Last: its answers tell of everybody.
-  ASSIGN_OR_RETURN(parts.delivery, Delivery::start(config.learner_address, *parts.ledger, log, [&parts] { return parts.activity(); }));
+  ASSIGN_OR_RETURN(parts.delivery, Delivery::start(config.job.learner_address, *parts.ledger, log, [&parts] { return parts.activity(); }));
   parts.learner_endpoint = parts.delivery->endpoint();
   log->info("gateway at {}, learner endpoint {}, {} environments", parts.server.address, parts.learner_endpoint,
             config.environments.size());

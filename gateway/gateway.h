@@ -1,6 +1,7 @@
 // The gateway role: everything between environments, workers and the learner.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -12,12 +13,21 @@
 
 namespace slipstream::gateway {
 
+// What no waiting mends. Called from threads of the gateway, perhaps more than once; outlives it.
+struct GatewayWatch {
+  // An environment's answer to Describe will not do: a task that the config names is missing, say.
+  std::function<void(absl::Status)> on_failure = nullptr;
+  // Also that an environment is not up within its start_timeout_ms. Without, it is waited for.
+  bool environments_must_start = false;
+};
+
 class Gateway {
  public:
   // Opens the run's trajectory log, binds both addresses and starts to run episodes as the learner, the workers and the
   // environments come; it waits for none of them. Metrics outlive it. Errors: Unavailable names an address that cannot be
-  // bound; those of the tokenizer, the chat format and TrajectoryLog::open; InvalidArgument: an environment without address.
-  static absl::StatusOr<std::unique_ptr<Gateway>> start(const GatewayConfig& config, Metrics& metrics, Logger log);
+  // bound; those of the tokenizer, the chat format and Ledger::open; InvalidArgument: an environment without address.
+  static absl::StatusOr<std::unique_ptr<Gateway>> start(const GatewayConfig& config, Metrics& metrics, Logger log,
+                                                        const GatewayWatch& watch = {});
   // stop().
   ~Gateway();
 

@@ -301,9 +301,9 @@ TEST_F(GatewayTest, OneClearLineWhenItCannotStart) {
   config.address = gateway_->address();
   refused(config, absl::StatusCode::kUnavailable, gateway_->address());
   config.address = "127.0.0.1:0";
-  config.learner_address = gateway_->learner_endpoint();
+  config.job.learner_address = gateway_->learner_endpoint();
   refused(config, absl::StatusCode::kUnavailable, gateway_->learner_endpoint());
-  config.learner_address = "tcp://127.0.0.1:0";
+  config.job.learner_address = "tcp://127.0.0.1:0";
   config.environments[0].address.clear();
   refused(config, absl::StatusCode::kInvalidArgument, "\"env\" has no address");
   config.environments.clear();

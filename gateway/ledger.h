@@ -37,8 +37,11 @@ namespace slipstream::gateway {
 // Thread-safe. No call blocks but next().
 class Ledger : public EpisodeSource {
  public:
-  // Opens <run directory>/trajectories. Errors are TrajectoryLog::open's. Metrics and logger outlive the ledger.
-  static absl::StatusOr<std::unique_ptr<Ledger>> open(const GatewayConfig& config, Metrics& metrics, Logger logger);
+  // Opens <run directory>/trajectories. tokenizer: Tokenizer::fingerprint() of the run's. Errors are TrajectoryLog::open's,
+  // and FailedPrecondition: the log was made with another run.seed, rl.group_size or tokenizer. Metrics and logger outlive
+  // the ledger.
+  static absl::StatusOr<std::unique_ptr<Ledger>> open(const GatewayConfig& config, const std::string& tokenizer,
+                                                      Metrics& metrics, Logger logger);
   // Nobody may be in a call any more. Requests that wait get Cancelled.
   ~Ledger() override;
 
@@ -57,7 +60,8 @@ class Ledger : public EpisodeSource {
 
   // The learner's messages. `done` is called once, perhaps by another thread and before the call returns. Cancelled: the
   // answer went to a repetition of the request, or the gateway stops. FailedPrecondition: an older incarnation, a stale
-  // checkpoint, no Hello before. The errors of the disk: nothing has changed, ask again.
+  // checkpoint, no Hello before. InvalidArgument, DataLoss: those of trajectory.proto's Hello. The errors of the disk:
+  // nothing has changed, ask again.
   void hello(const v1::Hello& hello, std::function<void(absl::StatusOr<v1::HelloReply>)> done);
   // One part, activity not filled in. A repeated request gets the same groups, byte for byte.
   void request_batch(const v1::BatchRequest& request, std::function<void(absl::StatusOr<v1::Batch>)> done);
@@ -138,6 +142,7 @@ class Ledger : public EpisodeSource {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status replay_settled(const v1::LogSettled& settled) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status replay_delivered(const v1::LogDelivered& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status check_settings(const std::map<std::string, std::string>& now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status finish_replay() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ledger.cc: episodes and groups
@@ -168,6 +173,7 @@ class Ledger : public EpisodeSource {
   // ledger_learner.cc
   absl::Status check_life(int64_t incarnation) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status check_hello(const v1::Hello& hello) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status check_log(const v1::Hello& hello) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void defer(std::function<void()> run, std::function<void(absl::Status)> cancel) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void run_deferred();
   void begin_life(const Settled& settled, const v1::LogLearner& life, bool durable);
@@ -187,6 +193,8 @@ class Ledger : public EpisodeSource {
   void requeue_delivered() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::Counts counts_locked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void export_metrics(Metrics& metrics);
+
+  std::string log_directory() const { return config_.job.run_directory() + "/trajectories"; }
 
   const GatewayConfig config_;
   const GroupFilters filters_;
@@ -210,6 +218,7 @@ class Ledger : public EpisodeSource {
   v1::Counts counts_ ABSL_GUARDED_BY(mutex_);          // produced, trained, dropped
   std::vector<Record> owed_ ABSL_GUARDED_BY(mutex_);   // records a full disk did not take; next append takes them along
 
+  std::string log_id_ ABSL_GUARDED_BY(mutex_);
   v1::LogSnapshot replay_base_ ABSL_GUARDED_BY(mutex_);  // what the oldest segment of the log begins with
 
   int64_t incarnation_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -29,6 +29,7 @@ void Ledger::hello(const v1::Hello& hello, std::function<void(absl::StatusOr<v1:
     if (learner_record_under_way_) {
       return defer([this, hello, done] { this->hello(hello, done); }, done);
     }
+    reply.set_log_id(log_id_);
     refused = check_hello(hello);
     if (refused.ok() && (hello.incarnation() != incarnation_ || !greeted_)) {
       incarnation_ = hello.incarnation();
@@ -66,12 +67,34 @@ absl::Status Ledger::check_hello(const v1::Hello& hello) const {
   if (hello.incarnation() < 1) {
     return absl::InvalidArgumentError(absl::StrCat("incarnation ", hello.incarnation(), ", expected >= 1"));
   }
+  for (const auto& [key, value] : config_.job.settings()) {
+    const auto theirs = hello.settings().find(key);
+    if (theirs == hello.settings().end() || theirs->second == value) continue;
+    return absl::InvalidArgumentError(absl::StrCat(key, ": the learner has ", theirs->second, ", this gateway ", value,
+                                                   "; expected the same"));
+  }
   if (hello.incarnation() < incarnation_) return check_life(hello.incarnation());
   if (hello.incarnation() == incarnation_ && greeted_) return absl::OkStatus();
   if (hello.committed_step() < committed_step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         "stale checkpoint: the learner starts from step ", hello.committed_step(), ", but step ", committed_step_,
         " is committed and its trajectories are gone; start from the newest checkpoint"));
+  }
+  return check_log(hello);
+}
+
+// A log that is gone while checkpoints trained from it are still there: the groups, and so the rollout ids, would begin again.
+absl::Status Ledger::check_log(const v1::Hello& hello) const {
+  const auto refuse = [&](auto&&... text) {
+    return absl::DataLossError(absl::StrCat("the checkpoint of step ", hello.committed_step(), " does not belong to the log ",
+                                            log_directory(), ", ", text..., ": rollout ids would be given out again; "
+                                            "put the log back, or remove both and begin anew"));
+  };
+  if (!hello.log_id().empty() && hello.log_id() != log_id_) {
+    return refuse("whose id is ", log_id_, " instead of ", hello.log_id());
+  }
+  if (hello.groups_end() > next_group_number_) {
+    return refuse("which has ", next_group_number_, " groups; the checkpoint was trained on group ", hello.groups_end() - 1);
   }
   return absl::OkStatus();
 }

@@ -16,24 +16,41 @@ absl::Status parse(std::string_view payload, Message* message) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Ledger>> Ledger::open(const GatewayConfig& config, Metrics& metrics, Logger logger) {
+absl::StatusOr<std::unique_ptr<Ledger>> Ledger::open(const GatewayConfig& config, const std::string& tokenizer, Metrics& metrics,
+                                                     Logger logger) {
+  // With these changed a rollout id, or a task number, would not mean the same before and after.
+  std::map<std::string, std::string> settings = {{"chat.tokenizer", tokenizer}};
+  const std::map<std::string, std::string> job = config.job.settings();
+  for (const char* key : {"run.seed", "rl.group_size"}) settings[key] = job.at(key);
   std::unique_ptr<Ledger> ledger(new Ledger(config, metrics, logger));
   Ledger* raw = ledger.get();
   {
     const absl::MutexLock lock(&raw->mutex_);
     // Keeps the writer's callbacks out until finish_replay() is done.
     ASSIGN_OR_RETURN(ledger->log_,
-                     TrajectoryLog::open({.directory = config.job.run_directory() + "/trajectories",
-                                          .segment_bytes = config.log_segment_bytes},
+                     TrajectoryLog::open({.directory = raw->log_directory(), .segment_bytes = config.log_segment_bytes,
+                                          .settings = settings},
                                          logger, [raw](RecordType type, std::string_view payload, uint64_t position) {
                                            raw->mutex_.AssertHeld();
                                            return raw->replay(type, payload, position);
                                          }));
+    RETURN_IF_ERROR(ledger->check_settings(settings));
     RETURN_IF_ERROR(ledger->finish_replay());
   }
   ledger->assembler_ = std::jthread([raw] { raw->run_assembler(); });
   ledger->collector_ = metrics.on_scrape([raw](Metrics& m) { raw->export_metrics(m); });
   return ledger;
+}
+
+absl::Status Ledger::check_settings(const std::map<std::string, std::string>& now) const {
+  const v1::LogSnapshot state = log_->state();
+  for (const auto& [key, value] : state.settings()) {
+    const auto found = now.find(key);
+    if (found == now.end() || found->second == value) continue;
+    return absl::FailedPreconditionError(absl::StrCat(key, ": ", found->second, ", but the run began with ", value, " (",
+                                                      log_directory(), "); expected the same, or another run.id"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Ledger::replay(RecordType type, std::string_view payload, TrajectoryLog::Position position) {
@@ -151,6 +168,7 @@ absl::Status Ledger::replay_delivered(const v1::LogDelivered& record) {
 
 absl::Status Ledger::finish_replay() {
   const v1::LogSnapshot state = log_->state();
+  log_id_ = state.log_id();
   counts_.Clear();
   counts_.set_produced(state.produced());
   counts_.set_trained(state.trained());

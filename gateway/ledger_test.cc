@@ -472,5 +472,74 @@ TEST(Ledger, OldSegmentsGo) {
   EXPECT_EQ(gateway.take_all()[0].group_number, 40u);
 }
 
+// A learner's Hello from a checkpoint that was trained from the log `id` up to group `groups_end`.
+v1::Hello from_checkpoint(int64_t incarnation, int64_t step, const std::string& id, uint64_t groups_end) {
+  v1::Hello out;
+  out.set_run_id("run");
+  out.set_incarnation(incarnation);
+  out.set_committed_step(step);
+  out.set_log_id(id);
+  out.set_groups_end(groups_end);
+  return out;
+}
+
+// Goal: rollout ids are never given out twice: a log that was deleted, emptied or set back beside a learner's checkpoints is
+// refused, naming both, and the log that belongs to them is not.
+TEST(Ledger, ALogThatTheCheckpointWasNotTrainedFromIsRefused) {
+  Gateway gateway({});
+  const absl::StatusOr<v1::HelloReply> reply = gateway.hello(from_checkpoint(1, 0, "", 0));
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  const std::string id = reply->log_id();
+  EXPECT_FALSE(id.empty());
+  auto batch = gateway.request(1, 1, 0);
+  for (const EpisodePlan& plan : gateway.take_all()) ASSERT_TRUE(gateway.finish(plan, plan.group_index).ok());
+  gateway.commit(1, 1, testing::ids(testing::get(batch)));
+
+  const auto refused = [&](const v1::Hello& hello, const std::string& text) {
+    const absl::Status status = gateway.say(hello);
+    EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+    EXPECT_NE(status.message().find("the checkpoint of step"), absl::string_view::npos) << status;
+    EXPECT_NE(status.message().find(gateway.log_directory()), absl::string_view::npos) << status;
+    EXPECT_NE(status.message().find(text), absl::string_view::npos) << status;
+  };
+  gateway.reopen();
+  EXPECT_EQ(gateway.hello(from_checkpoint(2, 1, id, 1))->log_id(), id);
+  refused(from_checkpoint(3, 1, id, 9), "trained on group 8");  // the log is older than the checkpoint
+  refused(from_checkpoint(3, 1, "another", 1), "instead of another");
+
+  gateway.lose_log();
+  refused(from_checkpoint(3, 1, id, 1), "instead of " + id);
+  ASSERT_TRUE(gateway.say(from_checkpoint(3, 0, "", 0)).ok());
+}
+
+TEST(Ledger, WhatMustBeAlikeIs) {
+  Gateway gateway({.group_size = 4});
+  v1::Hello hello = from_checkpoint(1, 0, "", 0);
+  for (const auto& [key, value] : gateway.config().job.settings()) (*hello.mutable_settings())[key] = value;
+  ASSERT_TRUE(gateway.say(hello).ok());
+  hello.set_incarnation(2);
+  (*hello.mutable_settings())["rl.group_size"] = "8";
+  EXPECT_EQ(gateway.say(hello), absl::InvalidArgumentError("rl.group_size: the learner has 8, this gateway 4; expected the same"));
+  (*hello.mutable_settings())["rl.group_size"] = "4";
+  EXPECT_TRUE(gateway.say(hello).ok());
+
+  // And over restarts, what the meaning of a rollout id hangs on.
+  const auto refused = [&](const std::string& tokenizer, const std::string& text) {
+    const absl::Status status = gateway.try_reopen(tokenizer);
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_NE(status.message().find(text), absl::string_view::npos) << status;
+    EXPECT_NE(status.message().find(gateway.log_directory()), absl::string_view::npos) << status;
+  };
+  gateway.config().job.group_size = 8;
+  refused("tokenizer", "rl.group_size: 8, but the run began with 4");
+  gateway.config().job.group_size = 4;
+  gateway.config().job.seed = 2;
+  refused("tokenizer", "run.seed: 2, but the run began with 1");
+  gateway.config().job.seed = 1;
+  refused("other", "chat.tokenizer: other, but the run began with tokenizer");
+  gateway.config().job.max_staleness = 3;  // others may change
+  gateway.reopen();
+}
+
 }  // namespace
 }  // namespace slipstream::gateway

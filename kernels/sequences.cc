@@ -1,5 +1,7 @@
 #include "kernels/sequences.h"
 
+#include <vector>
+
 namespace slipstream::kernels {
 
 absl::Status expect_sequences(const Operands& op, const Sequences& sequences, int64_t rows) {
@@ -17,10 +19,28 @@ absl::Status expect_sequences(const Operands& op, const Sequences& sequences, in
   return expect_that(op, ascending && sequences.rows() == rows, "row_begin must ascend from 0 to the number of rows");
 }
 
+bool Sequences::whole() const {
+  bool all = true;
+  for (int64_t b = 0; b < count(); ++b) all = all && cached_tokens(b) == 0;
+  return all;
+}
+
 absl::Status expect_whole(const Operands& op, const Sequences& sequences) {
-  bool whole = true;
-  for (int64_t b = 0; b < sequences.count(); ++b) whole = whole && sequences.cached_tokens(b) == 0;
-  return expect_that(op, whole, "every sequence must be whole: cached == 0");
+  return expect_that(op, sequences.whole(), "every sequence must be whole: cached == 0");
+}
+
+absl::Status expect_slots(const Operands& op, const Tensor& slots, const Sequences& sequences,
+                          int64_t slot_count) {
+  RETURN_IF_ERROR(expect_tensor(op, "slots", slots, DType::kI32, {sequences.count()}));
+  if (!on_host(slots)) return absl::OkStatus();
+  std::vector<bool> used(static_cast<size_t>(slot_count), false);
+  for (int64_t b = 0; b < sequences.count(); ++b) {
+    const int32_t slot = slots.i32()[b];
+    RETURN_IF_ERROR(expect_that(op, slot >= 0 && slot < slot_count, "slots: slot out of range"));
+    RETURN_IF_ERROR(expect_that(op, !used[static_cast<size_t>(slot)], "slots: two sequences in one slot"));
+    used[static_cast<size_t>(slot)] = true;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status expect_paged(const Operands& op, const char* name, const PagedRows& rows, const Sequences& sequences,

@@ -21,6 +21,7 @@ struct Sequences {
   int64_t begin(int64_t b) const { return (host_row_begin.empty() ? row_begin : host_row_begin).i32()[b]; }
   int64_t end(int64_t b) const { return begin(b + 1); }
   int64_t cached_tokens(int64_t b) const { return (host_cached.empty() ? cached : host_cached).i32()[b]; }
+  bool whole() const;  // no sequence has tokens before this batch
 };
 
 // Rows a page of any paged store holds. A whole number of KDA chunks, so that where a page ends a chunk ends.
@@ -42,8 +43,11 @@ struct PagedRows {
 
 // InvalidArgument unless row_begin ascends from 0 to `rows` over cached.size(0) sequences.
 absl::Status expect_sequences(const Operands& op, const Sequences& sequences, int64_t rows);
-// InvalidArgument unless no sequence has tokens before this batch.
+// InvalidArgument unless sequences.whole().
 absl::Status expect_whole(const Operands& op, const Sequences& sequences);
+// InvalidArgument unless `slots` [B] i32 gives each sequence a slot of its own in 0..slot_count-1.
+absl::Status expect_slots(const Operands& op, const Tensor& slots, const Sequences& sequences,
+                          int64_t slot_count);
 // InvalidArgument unless the pool has this width and the table has a page for every row that `sequences` reaches
 // (positions 0 .. cached + new - 1, divided by `tokens_per_row` for stores that keep one row per several tokens). The
 // pages themselves are looked at where the host can read them.

@@ -11,7 +11,8 @@ namespace {
 constexpr int64_t kChunk = 1 << 14;  // elements a task; also the pieces in which squares are added
 
 struct Update {
-  float beta1, beta2, rate, correct2, eps, decay, scale;  // rate: with the first correction; decay: 1 - lr * weight_decay
+  float beta1, beta2, rate, correct2, eps, decay,
+      scale;  // rate: with the first correction; decay: 1 - lr * weight_decay
 };
 
 void update_range(const Update& u, const float* g, float* m, float* v, float* w, int64_t n) {
@@ -66,7 +67,8 @@ GradientCheck check_gradients(const model::WeightStore& gradients, kernels::Stre
   return check;
 }
 
-absl::StatusOr<AdamW> AdamW::create(const model::ModelConfig& config, bool with_mtp, const AdamWConfig& options) {
+absl::StatusOr<AdamW> AdamW::create(const model::ModelConfig& config, bool with_mtp,
+                                    const AdamWConfig& options) {
   ASSIGN_OR_RETURN(model::WeightStore first, model::WeightStore::create_gradients(config, with_mtp));
   ASSIGN_OR_RETURN(model::WeightStore second, model::WeightStore::create_gradients(config, with_mtp));
   return AdamW(std::move(first), std::move(second), options);

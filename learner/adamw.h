@@ -16,9 +16,9 @@ struct AdamWConfig {
   double beta1 = 0.9;
   double beta2 = 0.95;
   double eps = 1e-8;
-  double weight_decay = 0.0;       // of matrices; norms, biases and other fp32 islands do not decay
-  double grad_clip = 1.0;          // largest global gradient norm; 0: no clipping
-  int64_t warmup_steps = 0;        // linear from 0
+  double weight_decay = 0.0;  // of matrices; norms, biases and other fp32 islands do not decay
+  double grad_clip = 1.0;     // largest global gradient norm; 0: no clipping
+  int64_t warmup_steps = 0;   // linear from 0
   Schedule schedule = Schedule::kConstant;
   double min_learning_rate = 0.0;  // where cosine ends
   bool reset_on_publish = false;   // forget the moments with every published version
@@ -35,16 +35,17 @@ struct GradientCheck {
 // Added in fp64 in an order that the number of threads does not change.
 GradientCheck check_gradients(const model::WeightStore& gradients, kernels::Stream& stream);
 
-// Moments in fp32. Frozen parameters and the MTP block, which has no gradient here, are left alone. Deterministic for any
-// number of threads. One thread drives it.
+// Moments in fp32. Frozen parameters and the MTP block, which has no gradient here, are left alone.
+// Deterministic for any number of threads. One thread drives it.
 class AdamW {
  public:
-  static absl::StatusOr<AdamW> create(const model::ModelConfig& config, bool with_mtp, const AdamWConfig& options);
+  static absl::StatusOr<AdamW> create(const model::ModelConfig& config, bool with_mtp,
+                                      const AdamWConfig& options);
 
-  // master -= learning_rate (m / (sqrt(v) + eps) + weight_decay master), moments bias-corrected, after scaling the gradient to
-  // norm grad_clip if its norm is larger. All gradients finite.
-  void update(const model::WeightStore& master, const model::WeightStore& gradients, double grad_norm, double learning_rate,
-              kernels::Stream& stream);
+  // master -= learning_rate (m / (sqrt(v) + eps) + weight_decay master), moments bias-corrected, after
+  // scaling the gradient to norm grad_clip if its norm is larger. All gradients finite.
+  void update(const model::WeightStore& master, const model::WeightStore& gradients, double grad_norm,
+              double learning_rate, kernels::Stream& stream);
   // As if freshly created.
   void reset();
 

@@ -10,7 +10,8 @@ namespace {
 
 // Rewards of one group, a rollout once.
 struct GroupRewards {
-  std::map<std::string_view, std::pair<double, int>> rollouts;  // reward, weight; by id: the sum's order is no accident
+  std::map<std::string_view, std::pair<double, int>>
+      rollouts;  // reward, weight; by id: the sum's order is no accident
 
   double rows() const {
     double n = 0.0;
@@ -31,7 +32,8 @@ struct GroupRewards {
   }
   double deviation(double center) const {
     double sum = 0.0;
-    for (const auto& [id, rollout] : rollouts) sum += (rollout.first - center) * (rollout.first - center) * rollout.second;
+    for (const auto& [id, rollout] : rollouts)
+      sum += (rollout.first - center) * (rollout.first - center) * rollout.second;
     return std::sqrt(sum / (rows() - 1.0));
   }
 };
@@ -43,7 +45,8 @@ struct Baseline {
 
 }  // namespace
 
-std::vector<float> grpo_advantages(absl::Span<const RewardedSample> samples, const AdvantageOptions& options) {
+std::vector<float> grpo_advantages(absl::Span<const RewardedSample> samples,
+                                   const AdvantageOptions& options) {
   std::map<std::string_view, GroupRewards> groups;
   for (const RewardedSample& sample : samples) {
     groups[sample.group_id].rollouts[sample.rollout_id] = {sample.reward, sample.weight};
@@ -59,7 +62,8 @@ std::vector<float> grpo_advantages(absl::Span<const RewardedSample> samples, con
   out.reserve(samples.size());
   for (const RewardedSample& sample : samples) {
     const Baseline& baseline = baselines[sample.group_id];
-    out.push_back(baseline.scale == 0.0 ? 0.0f : static_cast<float>((sample.reward - baseline.mean) * baseline.scale));
+    out.push_back(
+        baseline.scale == 0.0 ? 0.0f : static_cast<float>((sample.reward - baseline.mean) * baseline.scale));
   }
   return out;
 }

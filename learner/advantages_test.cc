@@ -23,11 +23,13 @@ TEST(Advantages, MeanOnlyAndWithDeviation) {
 
 TEST(Advantages, GroupsAreToldApartByIdAlone) {
   // Two groups of the same prompt: within each all rewards are equal.
-  expect_near(grpo_advantages(Samples{{"A", "a", 0}, {"A", "b", 0}, {"B", "c", 1}, {"B", "d", 1}}, {}), {0, 0, 0, 0});
+  expect_near(grpo_advantages(Samples{{"A", "a", 0}, {"A", "b", 0}, {"B", "c", 1}, {"B", "d", 1}}, {}),
+              {0, 0, 0, 0});
 }
 
 TEST(Advantages, InterleavedArrivalChangesNothing) {
-  Samples samples = {{"g0", "a", 0.1}, {"g0", "b", 0.7}, {"g0", "c", 0.3}, {"g1", "d", 0.2}, {"g1", "e", 0.9}};
+  Samples samples = {
+      {"g0", "a", 0.1}, {"g0", "b", 0.7}, {"g0", "c", 0.3}, {"g1", "d", 0.2}, {"g1", "e", 0.9}};
   const std::vector<float> in_order = grpo_advantages(samples, {.std = true});
   const std::vector<size_t> order = {3, 0, 4, 2, 1};
   Samples mixed;
@@ -43,8 +45,11 @@ TEST(Advantages, RolloutWithSeveralSamplesCountsOnce) {
 
 TEST(Advantages, PaddedRowsWeighTheBaseline) {
   // Rows [0,1,2,3,4,0,1,2] of valid rewards [1,0,0,1,0].
-  expect_near(grpo_advantages(Samples{{"g", "0", 1, 2}, {"g", "1", 0, 2}, {"g", "2", 0, 2}, {"g", "3", 1, 1}, {"g", "4", 0, 1}}, {}),
-              {0.625, -0.375, -0.375, 0.625, -0.375});
+  expect_near(
+      grpo_advantages(
+          Samples{{"g", "0", 1, 2}, {"g", "1", 0, 2}, {"g", "2", 0, 2}, {"g", "3", 1, 1}, {"g", "4", 0, 1}},
+          {}),
+      {0.625, -0.375, -0.375, 0.625, -0.375});
 }
 
 TEST(Advantages, EqualRewardsGiveExactlyZero) {

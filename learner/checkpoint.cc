@@ -1,19 +1,18 @@
 #include "learner/checkpoint.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <sstream>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "learner/manifest.h"
 #include "model/checkpoint.h"
 #include "model/checkpoint_writer.h"
+#include "model/json_reader.h"
 #include "model/output_file.h"
 #include "nlohmann/json.hpp"
 
@@ -28,7 +27,9 @@ constexpr char kTemporary[] = "writing_";
 constexpr char kLatest[] = "latest";
 constexpr char kStateFile[] = "learner.json";
 constexpr char kOptimizer[] = "optimizer";
-constexpr int kFormat = 1;
+constexpr int kFormat = 2;
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+constexpr int64_t kInt64Max = std::numeric_limits<int64_t>::max();
 
 std::string directory_name(int64_t step) { return absl::StrFormat("%s%08d", kPrefix, step); }
 
@@ -38,8 +39,10 @@ ordered_json ids_to_json(const google::protobuf::RepeatedPtrField<std::string>& 
   return out;
 }
 
-void ids_from_json(const ordered_json& json, google::protobuf::RepeatedPtrField<std::string>* ids) {
-  for (const ordered_json& id : json) *ids->Add() = absl::HexStringToBytes(id.get<std::string>());
+void read_ids(model::JsonReader& json, const char* key,
+              google::protobuf::RepeatedPtrField<std::string>* ids) {
+  if (!json.has(key)) return json.fail(key, "a list of ids in hexadecimal");
+  for (const std::string& id : json.get_strings(key)) *ids->Add() = absl::HexStringToBytes(id);
 }
 
 std::string to_json(const LearnerState& state) {
@@ -58,37 +61,72 @@ std::string to_json(const LearnerState& state) {
       {"wall_seconds", state.wall_seconds},
       {"wait_data_seconds", state.wait_data_seconds},
       {"demonstration_probabilities", state.demonstration_probabilities},
+      {"log_id", state.log_id},
+      {"groups_end", state.groups_end},
       {"commit",
        {{"step", state.commit.step()},
         {"policy_version", state.commit.policy_version()},
         {"final", state.commit.final()},
         {"trained", ids_to_json(state.commit.trained_rollout_ids())},
         {"dropped", dropped}}},
+      {"report", to_json(state.report)},
   };
   return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-LearnerState from_json(const ordered_json& json) {
-  LearnerState state;
-  json.at("step").get_to(state.step);
-  json.at("warmup_steps").get_to(state.warmup_steps);
-  json.at("rl_steps").get_to(state.rl_steps);
-  state.phase = json.at("phase").get<std::string>() == name_of(Phase::kWarmup) ? Phase::kWarmup : Phase::kRl;
-  json.at("policy_version").get_to(state.policy_version);
-  json.at("incarnation").get_to(state.incarnation);
-  json.at("skipped_in_row").get_to(state.skipped_in_row);
-  json.at("optimizer_updates").get_to(state.optimizer_updates);
-  json.at("wall_seconds").get_to(state.wall_seconds);
-  json.at("wait_data_seconds").get_to(state.wait_data_seconds);
-  json.at("demonstration_probabilities").get_to(state.demonstration_probabilities);
-  const ordered_json& commit = json.at("commit");
-  state.commit.set_step(commit.at("step").get<int64_t>());
-  state.commit.set_policy_version(commit.at("policy_version").get<int32_t>());
-  state.commit.set_final(commit.at("final").get<bool>());
-  ids_from_json(commit.at("trained"), state.commit.mutable_trained_rollout_ids());
-  for (const auto& [reason, ids] : commit.at("dropped").items()) {
-    ids_from_json(ids, (*state.commit.mutable_dropped())[reason].mutable_rollout_ids());
+std::vector<double> read_numbers(model::JsonReader& json, const char* key) {
+  const ordered_json* list = json.find(key);
+  bool good = list != nullptr && list->is_array();
+  std::vector<double> out;
+  for (size_t i = 0; good && i < list->size(); ++i) {
+    good = (*list)[i].is_number();
+    if (good) out.push_back((*list)[i].get<double>());
   }
+  if (!good) json.fail(key, "a list of numbers");
+  return out;
+}
+
+absl::Status read_commit(model::JsonReader json, v1::Commit* out) {
+  out->set_step(json.require_int("step", 0));
+  out->set_policy_version(static_cast<int32_t>(json.require_int("policy_version", 0, kInt32Max)));
+  if (!json.has("final")) json.fail("final", "true or false");
+  out->set_final(json.get_bool("final", false));
+  read_ids(json, "trained", out->mutable_trained_rollout_ids());
+  if (!json.has("dropped")) json.fail("dropped", "an object of ids by reason");
+  model::JsonReader dropped = json.object("dropped");
+  RETURN_IF_ERROR(json.status());
+  for (const auto& [reason, ids] : json.find("dropped")->items()) {
+    read_ids(dropped, reason.c_str(), (*out->mutable_dropped())[reason].mutable_rollout_ids());
+  }
+  return dropped.status();
+}
+
+absl::StatusOr<LearnerState> read_state_fields(model::JsonReader json) {
+  LearnerState state;
+  json.require_int("format", kFormat, kFormat);
+  RETURN_IF_ERROR(json.status());
+  state.step = json.require_int("step", 0);
+  state.warmup_steps = json.require_int("warmup_steps", 0);
+  state.rl_steps = json.require_int("rl_steps", 0);
+  state.phase = read_phase(json, "phase");
+  state.policy_version = static_cast<int32_t>(json.require_int("policy_version", 0, kInt32Max));
+  state.incarnation = json.require_int("incarnation", 0, kInt64Max);
+  state.skipped_in_row = static_cast<int>(json.require_int("skipped_in_row", 0, kInt32Max));
+  state.optimizer_updates = json.require_int("optimizer_updates", 0);
+  state.wall_seconds = json.require_number("wall_seconds", 0.0);
+  state.wait_data_seconds = json.require_number("wait_data_seconds", 0.0);
+  state.demonstration_probabilities = read_numbers(json, "demonstration_probabilities");
+  state.log_id = json.require_string("log_id");
+  state.groups_end = static_cast<uint64_t>(json.require_int("groups_end", 0, kInt64Max));
+  for (const char* part : {"commit", "report"}) {
+    if (!json.has(part)) json.fail(part, "an object");
+  }
+  model::JsonReader commit = json.object("commit"), report = json.object("report");
+  RETURN_IF_ERROR(json.status());
+  RETURN_IF_ERROR(read_commit(std::move(commit), &state.commit));
+  state.report = read_report(report);
+  if (state.report.step != state.step) report.fail("step", absl::StrCat(state.step));
+  RETURN_IF_ERROR(report.status());
   return state;
 }
 
@@ -96,14 +134,6 @@ absl::Status write_file(const std::string& path, const std::string& text) {
   ASSIGN_OR_RETURN(model::OutputFile file, model::OutputFile::create(path));
   RETURN_IF_ERROR(file.append({reinterpret_cast<const std::byte*>(text.data()), text.size()}));
   return file.finish();
-}
-
-absl::Status sync_file(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return absl::ErrnoToStatus(errno, path);
-  const int result = ::fsync(fd), error = errno;
-  ::close(fd);
-  return result == 0 ? absl::OkStatus() : absl::ErrnoToStatus(error, path);
 }
 
 // Whether the published file holds the fp32 master as it is.
@@ -117,12 +147,14 @@ struct NamedTensor {
 };
 
 // What the optimizer directory holds: the same list for writing and reading.
-std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const AdamW& optimizer, bool moments) {
+std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const AdamW& optimizer,
+                                           bool moments) {
   std::vector<NamedTensor> out;
   const auto& masters = weights.master().store.entries();
   for (size_t i = 0; i < masters.size(); ++i) {
     const std::string& name = masters[i].parameter.name;
-    if (!file_is_exact(weights.config(), masters[i].parameter)) out.push_back({"master." + name, masters[i].tensor});
+    if (!file_is_exact(weights.config(), masters[i].parameter))
+      out.push_back({"master." + name, masters[i].tensor});
     if (!moments || !is_trained(optimizer.first().entries()[i])) continue;
     out.push_back({"exp_avg." + name, optimizer.first().entries()[i].tensor});
     out.push_back({"exp_avg_sq." + name, optimizer.second().entries()[i].tensor});
@@ -133,7 +165,11 @@ std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const A
 }  // namespace
 
 Checkpoints::Checkpoints(std::string root, int keep, std::string carry_from, Logger log, Hook hook)
-    : root_(std::move(root)), keep_(keep), carry_from_(std::move(carry_from)), log_(std::move(log)), hook_(std::move(hook)) {}
+    : root_(std::move(root)),
+      keep_(keep),
+      carry_from_(std::move(carry_from)),
+      log_(std::move(log)),
+      hook_(std::move(hook)) {}
 
 std::vector<std::string> Checkpoints::complete_directories() const {
   std::vector<std::string> names;
@@ -141,7 +177,8 @@ std::vector<std::string> Checkpoints::complete_directories() const {
   for (fs::directory_iterator at(root_, error), end; !error && at != end; at.increment(error)) {
     const std::string name = at->path().filename().string();
     std::error_code ignored;
-    if (absl::StartsWith(name, kPrefix) && fs::exists(at->path() / kStateFile, ignored)) names.push_back(name);
+    if (absl::StartsWith(name, kPrefix) && fs::exists(at->path() / kManifestFile, ignored))
+      names.push_back(name);
   }
   std::sort(names.begin(), names.end());  // steps have leading zeros
   return names;
@@ -158,17 +195,18 @@ std::optional<std::string> Checkpoints::find() const {
   return root_ + "/" + names.back();
 }
 
-absl::Status Checkpoints::write(const std::string& dir, const LearnerState& state, const PolicyWeights& weights,
-                                const AdamW& optimizer) const {
+absl::Status Checkpoints::write(const std::string& dir, const LearnerState& state,
+                                const PolicyWeights& weights, const AdamW& optimizer) const {
   RETURN_IF_ERROR(model::save_weights(weights.master(), dir, {.carry_from = carry_from_}));
-  RETURN_IF_ERROR(sync_file(dir + "/config.json"));
   model::CheckpointWriter writer({});
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, optimizer.updates() > 0);
-  for (const NamedTensor& entry : tensors) RETURN_IF_ERROR(writer.add(entry.name, entry.tensor, kernels::DType::kF32));
+  for (const NamedTensor& entry : tensors)
+    RETURN_IF_ERROR(writer.add(entry.name, entry.tensor, kernels::DType::kF32));
   if (!tensors.empty()) RETURN_IF_ERROR(writer.save(dir + "/" + kOptimizer));
   LearnerState written = state;
   written.optimizer_updates = optimizer.updates();
   RETURN_IF_ERROR(write_file(dir + "/" + kStateFile, to_json(written)));
+  RETURN_IF_ERROR(write_manifest(dir));
   return model::sync_directory(dir);
 }
 
@@ -204,7 +242,8 @@ void Checkpoints::remove_old(const std::string& newest) const {
   }
 }
 
-absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const {
+absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& weights,
+                               const AdamW& optimizer) const {
   const std::string name = directory_name(state.step);
   const std::string temporary = root_ + "/" + kTemporary + name, dir = root_ + "/" + name;
   std::error_code error;
@@ -214,8 +253,8 @@ absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& w
   before("write " + name);
   RETURN_IF_ERROR(write(temporary, state, weights, optimizer));
   if (fs::exists(dir, error)) {
-    // Written by a life that ended before `latest` named it; or this very step again, when `latest` stays valid by its absence:
-    // find() then takes the newest complete directory.
+    // Written by a life that ended before `latest` named it; or this very step again, when `latest` stays
+    // valid by its absence: find() then takes the newest complete directory.
     before("remove " + name);
     fs::remove_all(dir, error);
     if (error) return absl::ErrnoToStatus(error.value(), dir);
@@ -235,19 +274,38 @@ absl::StatusOr<LearnerState> Checkpoints::read_state(const std::string& dir) {
   if (!in) return absl::NotFoundError(absl::StrCat(path, ": cannot be read"));
   std::stringstream text;
   text << in.rdbuf();
-  try {
-    const ordered_json json = ordered_json::parse(text.str());
-    if (const int format = json.at("format").get<int>(); format != kFormat) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": format: ", format, ", expected ", kFormat));
-    }
-    return from_json(json);
-  } catch (const nlohmann::json::exception& json_error) {
-    return absl::DataLossError(absl::StrCat(path, ": ", json_error.what()));
+  const ordered_json json = ordered_json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) {
+    return absl::DataLossError(
+        absl::StrCat(path, ": ", text.str().size(), " bytes, expected a whole JSON object"));
   }
+  return read_state_fields(model::JsonReader(json, path));
 }
 
-absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights, AdamW& optimizer,
-                                  kernels::Stream& stream) {
+// Going on from an older checkpoint would not be exact: what was trained since is gone from the gateway's
+// log, and workers have sampled with versions that would be made a second time. So it starts a run of its
+// own.
+absl::Status Checkpoints::damaged(const std::string& dir, const absl::Status& why) const {
+  std::vector<std::string> names = complete_directories();
+  std::reverse(names.begin(), names.end());
+  for (const std::string& name : names) {
+    const std::string older = root_ + "/" + name;
+    if (name >= fs::path(dir).filename().string() || !verify_manifest(older).ok()) continue;
+    return absl::Status(why.code(),
+                        absl::StrCat(why.message(), "; this run cannot go on, but a new one can start from ",
+                                     older, ", which is intact: set model.path to it and run.id to another"));
+  }
+  return absl::Status(why.code(),
+                      absl::StrCat(why.message(), "; no older checkpoint in ", root_, " is intact"));
+}
+
+absl::StatusOr<LearnerState> Checkpoints::read(const std::string& dir) const {
+  if (const absl::Status intact = verify_manifest(dir); !intact.ok()) return damaged(dir, intact);
+  return read_state(dir);
+}
+
+absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights,
+                                  AdamW& optimizer, kernels::Stream& stream) {
   optimizer.reset();
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, state.optimizer_updates > 0);
   if (!tensors.empty()) {

@@ -1,7 +1,8 @@
 // The learner's checkpoints: what it needs to go on as if it had not stopped.
 //
-//   <root>/step_00000012/   config.json, model.safetensors (published format), optimizer/ (fp32 masters where the file's dtype
-//                           cannot hold them, moments), learner.json
+//   <root>/step_00000012/   config.json, model.safetensors (published format), optimizer/ (fp32 masters where
+//                           the file's dtype cannot hold them, moments), learner.json, manifest.json (written
+//                           last: CRCs of all the others)
 //   <root>/latest           a symbolic link to the newest complete one
 #pragma once
 
@@ -23,45 +24,59 @@ namespace slipstream::learner {
 
 // learner.json.
 struct LearnerState {
-  int64_t step = 0;             // steps done, warm-up included
-  int64_t warmup_steps = 0;     // of them
+  int64_t step = 0;          // steps done, warm-up included
+  int64_t warmup_steps = 0;  // of them
   int64_t rl_steps = 0;
   Phase phase = Phase::kWarmup;
   int32_t policy_version = 0;
-  int64_t incarnation = 0;      // of the learner that wrote it
+  int64_t incarnation = 0;  // of the learner that wrote it
   int skipped_in_row = 0;
   int64_t optimizer_updates = 0;
   double wall_seconds = 0.0;
-  double wait_data_seconds = 0.0;  // in all
+  double wait_data_seconds = 0.0;                   // in all
   std::vector<double> demonstration_probabilities;  // of the last warm-up steps
   v1::Commit commit;            // what the gateway has to be told once this checkpoint is durable
+  std::string log_id;           // of the trajectory log it was trained from; empty: it never met a gateway
+  uint64_t groups_end = 0;      // one more than the highest number of a group taken from it
+  v1::Commit commit;  // what the gateway has to be told once this checkpoint is durable
+  // Of `step`, as far as it was known when the checkpoint was written: metrics.jsonl gets it from here if the
+  // process dies before it could write the line.
+  StepReport report;
 };
 
 class Checkpoints {
  public:
-  // Called before each change a reader could see, with a name such as "rename step_00000012": tests end the process there.
+  // Called before each change a reader could see, with a name such as "rename step_00000012": tests end the
+  // process there.
   using Hook = std::function<void(std::string_view step)>;
 
   // keep: how many stay. carry_from: the model directory whose tokenizer files and vision tower go along.
   Checkpoints(std::string root, int keep, std::string carry_from, Logger log, Hook hook = {});
 
-  // Where to start: what `latest` names, or, only if that link is missing or names nothing, the newest complete directory (a
-  // warning says so). nullopt: there is none.
+  // Where to start: what `latest` names, or, only if that link is missing or names nothing, the newest
+  // complete directory (a warning says so). nullopt: there is none.
   std::optional<std::string> find() const;
 
-  // Everything is written to a temporary directory and fsync'd, renamed, then `latest` is replaced. After OK the checkpoint is
-  // found by find() whatever happens; after a crash at any point find() gives this or the previous one. Older ones are removed.
+  // Everything is written to a temporary directory and fsync'd, renamed, then `latest` is replaced. After OK
+  // the checkpoint is found by find() whatever happens; after a crash at any point find() gives this or the
+  // previous one. Older ones are removed.
   absl::Status save(const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const;
 
-  // Errors name the file: NotFound, InvalidArgument, DataLoss.
+  // The state in `dir`, after every file there was found to be as it was written. Errors name the file, what
+  // is there and what was expected (NotFound, InvalidArgument, DataLoss), and the newest older checkpoint
+  // that is intact. An older one is never taken instead: the gateway no longer has what was trained since.
+  absl::StatusOr<LearnerState> read(const std::string& dir) const;
+  // learner.json alone. Errors name file and field.
   static absl::StatusOr<LearnerState> read_state(const std::string& dir);
   // The optimizer and the exact masters of `dir`, from which `weights` were loaded.
-  static absl::Status restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights, AdamW& optimizer,
-                              kernels::Stream& stream);
+  static absl::Status restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights,
+                              AdamW& optimizer, kernels::Stream& stream);
 
  private:
-  absl::Status write(const std::string& dir, const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const;
+  absl::Status write(const std::string& dir, const LearnerState& state, const PolicyWeights& weights,
+                     const AdamW& optimizer) const;
   absl::Status replace_latest(const std::string& name) const;
+  absl::Status damaged(const std::string& dir, const absl::Status& why) const;
   void remove_old(const std::string& newest) const;
   std::vector<std::string> complete_directories() const;  // names, oldest first
   void before(const std::string& step) const {

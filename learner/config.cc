@@ -14,7 +14,9 @@ void read_loss(ConfigNode node, LossConfig* out) {
   node.read("clip_high", &out->options.clip_high, 0.0);
   node.read("icepop_beta", &out->options.icepop_beta, 1.0);
   node.read_choice("normalizer", &out->normalizer,
-                   {{"tokens", Normalizer::kTokens}, {"sequence", Normalizer::kSequence}, {"constant", Normalizer::kConstant}});
+                   {{"tokens", Normalizer::kTokens},
+                    {"sequence", Normalizer::kSequence},
+                    {"constant", Normalizer::kConstant}});
   node.read("normalizer_constant", &out->normalizer_constant, std::numeric_limits<double>::min());
   node.read("entropy_bonus", &out->entropy_bonus, 0.0);
 }
@@ -27,7 +29,8 @@ void read_optimizer(ConfigNode node, AdamWConfig* out) {
   node.read("weight_decay", &out->weight_decay, 0.0);
   node.read("grad_clip", &out->grad_clip, 0.0);
   node.read("warmup_steps", &out->warmup_steps, 0);
-  node.read_choice("schedule", &out->schedule, {{"constant", Schedule::kConstant}, {"cosine", Schedule::kCosine}});
+  node.read_choice("schedule", &out->schedule,
+                   {{"constant", Schedule::kConstant}, {"cosine", Schedule::kCosine}});
   node.read("min_learning_rate", &out->min_learning_rate, 0.0);
   node.read("reset_on_publish", &out->reset_on_publish);
 }
@@ -46,7 +49,7 @@ LearnerConfig LearnerConfig::from(ConfigNode root) {
   LearnerConfig out;
   out.model = model::ModelSection::from(root);
   ConfigNode learner = root.child("learner");
-  learner.read("address", &out.address);
+  learner.read_address("address", &out.address, 0);
   learner.read("threads", &out.threads, 0, 256);
   learner.read("steps", &out.steps, 1);
   read_loss(learner.child("loss"), &out.loss);
@@ -58,11 +61,10 @@ LearnerConfig LearnerConfig::from(ConfigNode root) {
   read_warmup(learner.child("warmup"), &out.warmup);
   learner.read("keep_checkpoints", &out.keep_checkpoints, 1);
   learner.read("log_rollouts", &out.log_rollouts, 0);
+  learner.read("record_batches", &out.record_batches, 0);
   learner.read("reply_timeout_ms", &out.reply_timeout_ms, 1);
   learner.read("gateway_timeout_ms", &out.gateway_timeout_ms, 1);
   learner.read("batch_timeout_ms", &out.batch_timeout_ms, 1);
-  root.child("gateway").read("learner_address", &out.gateway_address);
-  root.child("chat").read("tokenizer", &out.tokenizer);
   return out;
 }
 

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <thread>
 
+#include "absl/strings/str_join.h"
 #include "learner/step_statistics.h"
+#include "model/weights.h"
 
 namespace slipstream::learner {
 namespace {
@@ -15,7 +17,9 @@ double steady_seconds() {
 }
 
 int64_t wall_microseconds() {
-  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::microseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
 }
 
 // Adds the time from construction to destruction to a sum.
@@ -44,7 +48,25 @@ void tell(parallel::Group& group, Command command, const std::string& payload = 
   group.broadcast(bytes, 0);
 }
 
-// The mean probability of a whole demonstration: what a greedy-free sampler would earn on tasks with one right answer.
+// A run goes on in the shape it began with: rollout workers start from model.path, and would never take other tensors.
+absl::Status check_same_shape(const std::string& dir, const std::string& model_path) {
+  ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(dir));
+  ASSIGN_OR_RETURN(const model::ModelConfig wanted, model::read_model_config(model_path));
+  const std::vector<model::Parameter> have = model::list_parameters(config, config.mtp_layers > 0);
+  const std::vector<model::Parameter> want = model::list_parameters(wanted, wanted.mtp_layers > 0);
+  for (size_t i = 0; i < std::max(have.size(), want.size()); ++i) {
+    const auto text = [i](const std::vector<model::Parameter>& list) {
+      return i < list.size() ? absl::StrCat(list[i].name, " [", absl::StrJoin(list[i].shape, ", "), "]") : "no more tensors";
+    };
+    if (text(have) == text(want)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("model.path: ", model_path, ": ", text(want), ", but the run's checkpoint ", dir,
+                                                   " has ", text(have), "; expected the model that the run began with"));
+  }
+  return absl::OkStatus();
+}
+
+// The mean probability of a whole demonstration: what a greedy-free sampler would earn on tasks with one
+// right answer.
 double demonstration_probability(const TrainingBatch& batch, const GradientResult& result) {
   double sum = 0.0;
   for (const TrainingTrajectory& trajectory : batch.trajectories) {
@@ -62,16 +84,22 @@ double demonstration_probability(const TrainingBatch& batch, const GradientResul
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Learner>> Learner::create(const LearnerConfig& config, const JobConfig& job, parallel::Group& group,
-                                                         Metrics& metrics, Logger log) {
+absl::StatusOr<std::unique_ptr<Learner>> Learner::create(const LearnerConfig& config, const JobConfig& job,
+                                                         parallel::Group& group, Metrics& metrics,
+                                                         Logger log) {
   auto learner = std::unique_ptr<Learner>(new Learner(config, job, group, metrics, std::move(log)));
   const absl::Status started = learner->start();
   RETURN_IF_ERROR(learner->agree(started, "starting"));
   return learner;
 }
 
-Learner::Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics, Logger log)
-    : config_(config), job_(job), group_(group), metrics_(metrics), log_(std::move(log)),
+Learner::Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics,
+                 Logger log)
+    : config_(config),
+      job_(job),
+      group_(group),
+      metrics_(metrics),
+      log_(std::move(log)),
       checkpoints_(job.run_directory() + "/checkpoints", config.keep_checkpoints, config.model.path, log_),
       started_(steady_seconds()) {}
 
@@ -84,7 +112,8 @@ double Learner::wall_seconds() const { return state_.wall_seconds + steady_secon
 // One rank's error is everybody's: nobody waits for a rank that is gone.
 absl::Status Learner::agree(const absl::Status& mine, const char* what) {
   const bool failed = group_.all_reduce_max(mine.ok() ? 0 : 1) != 0;
-  if (failed && mine.ok()) return absl::AbortedError(absl::StrCat("another rank failed ", what, "; its log says why"));
+  if (failed && mine.ok())
+    return absl::AbortedError(absl::StrCat("another rank failed ", what, "; its log says why"));
   return mine;
 }
 
@@ -93,14 +122,15 @@ absl::Status Learner::start() {
   ASSIGN_OR_RETURN(stream_, kernels::Stream::create_cpu(config_.threads > 0 ? config_.threads : cores));
   RETURN_IF_ERROR(agree(restore(), "restoring"));
   if (!is_root()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.step, config_.log_rollouts));
+  ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.report, config_.log_rollouts));
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
                                              .gateway_timeout_ms = config_.gateway_timeout_ms,
                                              .batch_timeout_ms = config_.batch_timeout_ms},
                                             log_));
   // In the middle of a warm-up the weights are no published version: workers have version 0 from model.path.
-  if (exactly_published_) RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
+  if (exactly_published_)
+    RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
   ASSIGN_OR_RETURN(server_, WeightsServer::start(config_.address, publisher_, log_));
   metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
   return absl::OkStatus();
@@ -111,20 +141,26 @@ absl::Status Learner::restore() {
   std::string dir = is_root() ? checkpoints_.find().value_or("") : "";
   group_.broadcast(dir, 0);
   if (!dir.empty()) {
-    ASSIGN_OR_RETURN(state_, Checkpoints::read_state(dir));
+    ASSIGN_OR_RETURN(state_, checkpoints_.read(dir));
+    RETURN_IF_ERROR(check_same_shape(dir, config_.model.path));
   } else if (config_.warmup.steps == 0) {
     state_.phase = Phase::kRl;
   }
-  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(dir.empty() ? config_.model.path : dir, config_.model.dtype, *stream_));
+  ASSIGN_OR_RETURN(
+      weights_, PolicyWeights::load(dir.empty() ? config_.model.path : dir, config_.model.dtype, *stream_));
   ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
-                                             {.loss = config_.loss, .optimizer = config_.optimizer,
-                                              .micro_batch_tokens = config_.micro_batch_tokens, .recompute = config_.recompute},
+                                             {.loss = config_.loss,
+                                              .optimizer = config_.optimizer,
+                                              .micro_batch_tokens = config_.micro_batch_tokens,
+                                              .recompute = config_.recompute},
                                              group_, *stream_));
-  if (!dir.empty()) RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_));
+  if (!dir.empty())
+    RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_));
   exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
   durable_step_ = state_.step;
   state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
-  log_->info("{}: step {}, policy version {}", dir.empty() ? config_.model.path : dir, state_.step, state_.policy_version);
+  log_->info("{}: step {}, policy version {}", dir.empty() ? config_.model.path : dir, state_.step,
+             state_.policy_version);
   return absl::OkStatus();
 }
 
@@ -138,6 +174,11 @@ absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
 
 absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
   RETURN_IF_ERROR(say_hello(stop));
+  // TensorBoard forgets the points of the restored step and of later ones: the former is the same, said
+  // again.
+  if (observers.scalars && files_->restored().step > 0) {
+    observers.scalars(files_->restored().step, scalars_of(files_->restored()));
+  }
   forget_consumed();  // this incarnation is new: the Hello was read, its last commit with it
   while (!finished()) {
     const absl::Status status = one_step(stop, observers);
@@ -160,9 +201,15 @@ absl::Status Learner::follow() {
         RETURN_IF_ERROR(train(message, &batch).status());
         break;
       }
-      case Command::kPublished: count_publication(); break;
-      case Command::kCommitted: forget_consumed(); break;
-      case Command::kEnd: return absl::Status(static_cast<absl::StatusCode>(std::stoi(bytes.substr(1, 2), nullptr, 16)), bytes.substr(3));
+      case Command::kPublished:
+        count_publication();
+        break;
+      case Command::kCommitted:
+        forget_consumed();
+        break;
+      case Command::kEnd:
+        return absl::Status(static_cast<absl::StatusCode>(std::stoi(bytes.substr(1, 2), nullptr, 16)),
+                            bytes.substr(3));
     }
   }
 }
@@ -175,16 +222,27 @@ absl::Status Learner::say_hello(std::stop_token stop) {
   hello.set_policy_version(state_.policy_version);
   *hello.mutable_last_commit() = state_.commit;
   hello.mutable_last_commit()->set_incarnation(state_.incarnation);
-  return source_->hello(hello, stop);
+  for (const auto& [key, value] : job_.settings()) (*hello.mutable_settings())[key] = value;
+  hello.set_log_id(state_.log_id);
+  hello.set_groups_end(state_.groups_end);
+  const absl::StatusOr<v1::HelloReply> reply = source_->hello(hello, stop);
+  if (absl::IsDataLoss(reply.status())) {
+    return absl::DataLossError(absl::StrCat(job_.run_directory(), "/checkpoints: ", reply.status().message()));
+  }
+  RETURN_IF_ERROR(reply.status());
+  state_.log_id = reply->log_id();
+  return absl::OkStatus();
 }
 
-// Runs a request. A gateway that forgot us is greeted first, with everything trained so far made durable, so that it does not
-// deliver it again. It may know us all the same and leave the Hello unread, so the next commit says it once more.
+// Runs a request. A gateway that forgot us is greeted first, with everything trained so far made durable, so
+// that it does not deliver it again. It may know us all the same and leave the Hello unread, so the next
+// commit says it once more.
 absl::Status Learner::ask(std::stop_token stop, absl::FunctionRef<absl::Status()> request) {
   absl::Status status;
   for (int hellos = 0; hellos <= kHellosMax; ++hellos) {
     status = request();
-    if (absl::IsFailedPrecondition(status)) status = request();  // the first refusal may answer an earlier, repeated request
+    if (absl::IsFailedPrecondition(status))
+      status = request();  // the first refusal may answer an earlier, repeated request
     if (!absl::IsFailedPrecondition(status)) return status;
     log_->info("saying Hello again: {}", std::string(status.message()));
     double unused = 0.0;
@@ -213,11 +271,14 @@ absl::StatusOr<v1::Batch> Learner::next_batch(std::stop_token stop) {
 // Every rank, with the same message: the step and all that follows from it.
 absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatch* batch) {
   const bool warmup = state_.phase == Phase::kWarmup;
-  *batch = make_training_batch(message,
-                               {.vocab = weights_->config().vocab, .max_positions = weights_->config().max_positions,
-                                .kind = warmup ? v1::TRAJECTORY_KIND_DEMONSTRATION : v1::TRAJECTORY_KIND_ROLLOUT,
-                                .advantages = {.std = config_.advantage_std}, .trained = &consumed_},
-                               log_);
+  *batch =
+      make_training_batch(message,
+                          {.vocab = weights_->config().vocab,
+                           .max_positions = weights_->config().max_positions,
+                           .kind = warmup ? v1::TRAJECTORY_KIND_DEMONSTRATION : v1::TRAJECTORY_KIND_ROLLOUT,
+                           .advantages = {.std = config_.advantage_std},
+                           .trained = &consumed_},
+                          log_);
   const double rate = warmup ? config_.warmup.learning_rate
                              : scheduled_learning_rate(config_.optimizer, state_.rl_steps, config_.steps);
   ASSIGN_OR_RETURN(StepResult result, trainer_->step(*batch, warmup ? "sft" : config_.loss.objective, rate));
@@ -225,7 +286,10 @@ absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatc
   ++(warmup ? state_.warmup_steps : state_.rl_steps);
   exactly_published_ = exactly_published_ && !result.updated;
   state_.skipped_in_row = result.skipped ? state_.skipped_in_row + 1 : 0;
-  if (!warmup) take_ids(*batch, result);
+  if (!warmup) {
+    take_ids(*batch, result);
+    for (const v1::Group& group : message.groups()) state_.groups_end = std::max(state_.groups_end, group.group_number() + 1);
+  }
   if (warmup) end_warmup_when_due(demonstration_probability(*batch, result.gradient));
   return result;
 }
@@ -234,7 +298,8 @@ void Learner::take_ids(const TrainingBatch& batch, const StepResult& result) {
   v1::Commit& commit = state_.commit;
   for (const std::string& id : batch.rollout_ids()) {
     consumed_.insert(id);
-    *(result.skipped ? (*commit.mutable_dropped())["skipped_step"].add_rollout_ids() : commit.add_trained_rollout_ids()) = id;
+    *(result.skipped ? (*commit.mutable_dropped())["skipped_step"].add_rollout_ids()
+                     : commit.add_trained_rollout_ids()) = id;
   }
   for (const auto& [reason, ids] : batch.refused) {
     for (const std::string& id : ids) {
@@ -250,7 +315,8 @@ void Learner::end_warmup_when_due(double probability) {
   if (recent.size() > kProbabilityWindow) recent.erase(recent.begin());
   double sum = 0.0;
   for (const double value : recent) sum += value;
-  const bool good = recent.size() == kProbabilityWindow && sum / kProbabilityWindow >= config_.warmup.until_probability;
+  const bool good =
+      recent.size() == kProbabilityWindow && sum / kProbabilityWindow >= config_.warmup.until_probability;
   if (!good && state_.warmup_steps < config_.warmup.steps) return;
   state_.phase = Phase::kRl;
   trainer_->optimizer().reset();  // its moments are of another objective
@@ -275,6 +341,7 @@ absl::Status Learner::save_checkpoint(double* seconds) {
   state_.commit.set_final(finished());
   LearnerState written = state_;
   written.wall_seconds = wall_seconds();
+  if (state_.step > 1) RETURN_IF_ERROR(files_->sync());  // the lines before this step's, which it has itself
   RETURN_IF_ERROR(checkpoints_.save(written, *weights_, trainer_->optimizer()));
   durable_step_ = state_.step;
   return absl::OkStatus();
@@ -314,6 +381,9 @@ absl::Status Learner::one_step(std::stop_token stop, const Observers& observers)
     ASSIGN_OR_RETURN(message, next_batch(stop));
   }
   state_.wait_data_seconds += report.wait_data_seconds;
+  if (state_.phase == Phase::kRl && state_.rl_steps < config_.record_batches) {
+    RETURN_IF_ERROR(files_->write_batch(state_.step + 1, message));
+  }
   report.policy_version = state_.policy_version;
   tell(group_, Command::kBatch, group_.size() > 1 ? message.SerializeAsString() : "");
   const ScoredWith scored{.policy_version = state_.policy_version, .exactly = exactly_published_};
@@ -329,14 +399,22 @@ absl::Status Learner::one_step(std::stop_token stop, const Observers& observers)
   report.phase_steps = warmup ? config_.warmup.steps : config_.steps;
   if (warmup) report.demonstration_probability = state_.demonstration_probabilities.back();
   fill_report(batch, result, scored, &report);
-  if (!warmup) RETURN_IF_ERROR(files_->write_rollouts(report.step, report.policy_version, batch, result.gradient, observers.tokenizer));
+  if (!warmup)
+    RETURN_IF_ERROR(files_->write_rollouts(report.step, report.policy_version, batch, result.gradient,
+                                           observers.tokenizer));
   const bool broken = state_.skipped_in_row >= config_.max_skipped_steps;
   v1::CommitReply state_of_gateway;
   *state_of_gateway.mutable_counts() = std::move(*message.mutable_counts());
   *state_of_gateway.mutable_activity() = std::move(*message.mutable_activity());
-  const absl::Status durable = broken ? absl::OkStatus() : publish_when_due(stop, &report, &state_of_gateway);
   fill_counts(state_of_gateway, &report);
   report.wall_seconds = wall_seconds();
+  state_.report = report;
+  state_.report.checkpoint_seconds = state_.report.publish_seconds = std::nan("");
+  const absl::Status durable = broken ? absl::OkStatus() : publish_when_due(stop, &report, &state_of_gateway);
+  fill_counts(state_of_gateway, &report);
+  if (!warmup) remember_rewards(state_of_gateway.activity());
+  report.wall_seconds = wall_seconds();
+  state_.report = report;
   record_metrics(batch, result, scored, report, metrics_);
   RETURN_IF_ERROR(files_->append(report));
   if (observers.scalars) observers.scalars(report.step, scalars_of(report));
@@ -345,8 +423,8 @@ absl::Status Learner::one_step(std::stop_token stop, const Observers& observers)
   if (!result.skipped) return absl::OkStatus();
   log_->warn("step {} skipped: {} is not finite", report.step, result.offending);
   if (!broken) return absl::OkStatus();
-  return absl::AbortedError(absl::StrCat("step ", state_.step, ": ", state_.skipped_in_row, " steps in a row skipped: ",
-                                         result.offending, " is not finite"));
+  return absl::AbortedError(absl::StrCat("step ", state_.step, ": ", state_.skipped_in_row,
+                                         " steps in a row skipped: ", result.offending, " is not finite"));
 }
 
 absl::Status Learner::publish_when_due(std::stop_token stop, StepReport* report, v1::CommitReply* reply) {
@@ -361,7 +439,8 @@ absl::Status Learner::publish_when_due(std::stop_token stop, StepReport* report,
   return send_commit(stop, reply);
 }
 
-// Trained steps are not lost by a stop: they become durable, and the gateway hears of them now or from the next life's Hello.
+// Trained steps are not lost by a stop: they become durable, and the gateway hears of them now or from the
+// next life's Hello.
 absl::Status Learner::stop_here() {
   double unused = 0.0;
   if (durable_step_ != state_.step) {
@@ -370,12 +449,14 @@ absl::Status Learner::stop_here() {
   return absl::CancelledError(absl::StrCat("stopped after step ", state_.step));
 }
 
-void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) {
+void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) const {
   const v1::Counts& counts = gateway.counts();
   report->produced = counts.produced();
   report->trained = counts.trained();
   report->queued = counts.queued();
   report->running = counts.running();
+  report->dropped = 0;
+  report->dropped_by_reason.clear();
   for (const auto& [reason, count] : counts.dropped()) {
     report->dropped += count;
     report->dropped_by_reason[reason] = count;
@@ -387,27 +468,30 @@ void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) {
   if (report->phase == Phase::kRl && activity.rewards_size() > 0) fill_rewards(activity, report);
 }
 
-// The gateway's totals less what they were a step ago.
-void Learner::fill_rewards(const v1::Activity& activity, StepReport* report) {
-  const bool first = rewards_seen_.empty() && report->phase_step > 1;  // of a restarted learner: no difference to take
+// The gateway's totals less what they were a step ago. A restarted learner has no difference to take.
+void Learner::fill_rewards(const v1::Activity& activity, StepReport* report) const {
+  if (rewards_seen_.empty() && report->phase_step > 1) return;
   double sum = 0.0;
   uint64_t count = 0;
   std::map<std::string, double> by_task;
   for (const auto& [task, total] : activity.rewards()) {
-    v1::RewardTotal& before = rewards_seen_[task];
+    const auto found = rewards_seen_.find(task);
+    v1::RewardTotal before = found == rewards_seen_.end() ? v1::RewardTotal() : found->second;
     if (total.count() < before.count()) before.Clear();  // the gateway restarted and counts anew
     const double task_sum = total.sum() - before.sum();
     const uint64_t task_count = total.count() - before.count();
-    before = total;
     if (task_count == 0) continue;
     by_task[task] = task_sum / static_cast<double>(task_count);
     sum += task_sum;
     count += task_count;
   }
-  if (first) return;
   report->reward_by_task = std::move(by_task);
   report->reward_mean.reset();
   if (count > 0) report->reward_mean = sum / static_cast<double>(count);
+}
+
+void Learner::remember_rewards(const v1::Activity& activity) {
+  for (const auto& [task, total] : activity.rewards()) rewards_seen_[task] = total;
 }
 
 }  // namespace slipstream::learner

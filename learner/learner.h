@@ -1,5 +1,5 @@
-// Learner: the training role. Supervised warm-up, then reinforcement learning on batches from the gateway; durable
-// checkpoints; published weights.
+// Learner: the training role. Supervised warm-up, then reinforcement learning on batches from the gateway;
+// durable checkpoints; published weights.
 #pragma once
 
 #include <cstdint>
@@ -35,21 +35,25 @@ struct Observers {
   const model::Tokenizer* tokenizer = nullptr;  // gives the rollout logs text; may be null
 };
 
-// The order that makes every crash harmless: a step's checkpoint is durable, then its weights are published, then the gateway is
-// told what was trained. A version that anybody sampled with can always be restored, and what the gateway may not have heard is
-// in the checkpoint and said again in the next Hello.
+// The order that makes every crash harmless: a step's checkpoint is durable, then its weights are published,
+// then the gateway is told what was trained, then the step's line is written (which a copy of it in the
+// checkpoint stands in for until then). A version that anybody sampled with can always be restored, and
+// what the gateway may not have heard is in the checkpoint and said again in the next Hello.
 //
-// Data-parallel ranks run the same Learner; rank 0 alone talks to the gateway, serves weights and writes files.
+// Data-parallel ranks run the same Learner; rank 0 alone talks to the gateway, serves weights and writes
+// files.
 class Learner {
  public:
-  // Loads the newest checkpoint of the run, or model.path, and serves its weights. Errors name the file, the config field or the
-  // address; the error of one rank ends all. group, metrics and log outlive the learner.
-  static absl::StatusOr<std::unique_ptr<Learner>> create(const LearnerConfig& config, const JobConfig& job, parallel::Group& group,
-                                                         Metrics& metrics, Logger log);
+  // Loads the newest checkpoint of the run, or model.path, and serves its weights. Errors name the file, the
+  // config field or the address; the error of one rank ends all. group, metrics and log outlive the learner.
+  static absl::StatusOr<std::unique_ptr<Learner>> create(const LearnerConfig& config, const JobConfig& job,
+                                                         parallel::Group& group, Metrics& metrics,
+                                                         Logger log);
   ~Learner();
 
-  // Trains until learner.steps are done (OK) or stop is requested (Cancelled; trained steps are made durable first). Other codes: the
-  // gateway refused or did not answer in time, the disk failed, gradients stayed non-finite. Only rank 0's stop token counts.
+  // Trains until learner.steps are done (OK) or stop is requested (Cancelled; trained steps are made durable
+  // first). Other codes: the gateway refused or did not answer in time, the disk failed, gradients stayed
+  // non-finite. Only rank 0's stop token counts.
   absl::Status run(std::stop_token stop, const Observers& observers);
 
   // Where workers fetch weights, host:port; empty on other ranks than 0.
@@ -58,7 +62,8 @@ class Learner {
   int64_t step() const { return state_.step; }
 
  private:
-  Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics, Logger log);
+  Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics,
+          Logger log);
   absl::Status start();
   absl::Status restore();
   absl::Status agree(const absl::Status& mine, const char* what);
@@ -84,8 +89,9 @@ class Learner {
   absl::Status save_checkpoint(double* seconds);
   absl::Status send_commit(std::stop_token stop, v1::CommitReply* reply);
   absl::Status stop_here();
-  void fill_counts(const v1::CommitReply& gateway, StepReport* report);
-  void fill_rewards(const v1::Activity& activity, StepReport* report);
+  void fill_counts(const v1::CommitReply& gateway, StepReport* report) const;
+  void fill_rewards(const v1::Activity& activity, StepReport* report) const;
+  void remember_rewards(const v1::Activity& activity);
 
   bool finished() const { return state_.phase == Phase::kRl && state_.rl_steps >= config_.steps; }
   bool is_root() const { return group_.rank() == 0; }
@@ -109,7 +115,7 @@ class Learner {
   std::set<std::string> consumed_;  // rollout ids of state_.commit: trained or refused, not acknowledged yet
   int64_t durable_step_ = 0;        // of the last checkpoint
   std::map<std::string, v1::RewardTotal> rewards_seen_;  // the gateway's totals, by task, at the last step
-  double started_ = 0.0;            // steady seconds when this life began
+  double started_ = 0.0;                                 // steady seconds when this life began
 };
 
 }  // namespace slipstream::learner

@@ -14,11 +14,17 @@ namespace {
 constexpr double kLogRatioMax = 20.0;
 
 constexpr std::pair<const char*, Objective> kObjectives[] = {
-    {"double_sided", &double_sided}, {"ppo_clip", &ppo_clip}, {"cispo", &cispo},
-    {"gspo", &gspo},                 {"icepop", &icepop},     {"sft", &sft},
+    {"double_sided", &double_sided},
+    {"ppo_clip", &ppo_clip},
+    {"cispo", &cispo},
+    {"gspo", &gspo},
+    {"icepop", &icepop},
+    {"sft", &sft},
 };
 
-double clamped_ratio(double log_ratio) { return std::exp(std::clamp(log_ratio, -kLogRatioMax, kLogRatioMax)); }
+double clamped_ratio(double log_ratio) {
+  return std::exp(std::clamp(log_ratio, -kLogRatioMax, kLogRatioMax));
+}
 
 TokenFate side_of(double ratio, double low, double high) {
   return ratio < low ? TokenFate::kMaskedLow : ratio > high ? TokenFate::kMaskedHigh : TokenFate::kTrained;
@@ -29,7 +35,8 @@ void put(TokenLoss& token, double loss, double dlogprob) {
   token.dlogprob = static_cast<float>(dlogprob);
 }
 
-// Calls each(token, ratio, advantage, logprob) for selected tokens with finite log-probs, having set ratio and fate kTrained.
+// Calls each(token, ratio, advantage, logprob) for selected tokens with finite log-probs, having set ratio
+// and fate kTrained.
 template <class F>
 void for_each_selected(const TokenColumns& columns, absl::Span<TokenLoss> out, F each) {
   CHECK_EQ(out.size(), columns.learner_logprob.size());
@@ -56,9 +63,11 @@ void weighted(TokenLoss& token, double weight, double advantage, double logprob)
   put(token, -weight * advantage * logprob, -weight * advantage);
 }
 
-// PPO's surrogate: the gradient flows unless clipping makes the objective flat on the side the advantage pushes to.
+// PPO's surrogate: the gradient flows unless clipping makes the objective flat on the side the advantage
+// pushes to.
 bool surrogate_is_flat(double ratio, double advantage, const ObjectiveOptions& options) {
-  return (advantage > 0.0 && ratio > 1.0 + options.clip_high) || (advantage < 0.0 && ratio < 1.0 - options.clip_low);
+  return (advantage > 0.0 && ratio > 1.0 + options.clip_high) ||
+         (advantage < 0.0 && ratio < 1.0 - options.clip_low);
 }
 
 double surrogate(double ratio, double advantage, const ObjectiveOptions& options) {
@@ -131,7 +140,8 @@ absl::StatusOr<Objective> find_objective(const std::string& name) {
   for (const auto& [key, objective] : kObjectives) {
     if (name == key) return objective;
   }
-  return absl::InvalidArgumentError(absl::StrCat("objective \"", name, "\", expected ", absl::StrJoin(objective_names(), " | ")));
+  return absl::InvalidArgumentError(
+      absl::StrCat("objective \"", name, "\", expected ", absl::StrJoin(objective_names(), " | ")));
 }
 
 std::vector<std::string> objective_names() {

@@ -1,5 +1,5 @@
-// Goal: case C8 number by number; each objective's dlogprob is the derivative of its loss where it is defined as one; nothing
-// of an unselected token reaches a result.
+// Goal: case C8 number by number; each objective's dlogprob is the derivative of its loss where it is defined
+// as one; nothing of an unselected token reaches a result.
 #include "learner/objectives.h"
 
 #include <cmath>

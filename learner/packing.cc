@@ -28,7 +28,8 @@ std::vector<std::vector<int64_t>> split_over_ranks(absl::Span<const PackItem> it
 
 }  // namespace
 
-std::vector<std::vector<MicroBatch>> pack(absl::Span<const PackItem> items, int64_t micro_batch_tokens, int ranks) {
+std::vector<std::vector<MicroBatch>> pack(absl::Span<const PackItem> items, int64_t micro_batch_tokens,
+                                          int ranks) {
   CHECK_GE(ranks, 1);
   std::vector<std::vector<MicroBatch>> out;
   for (const std::vector<int64_t>& mine : split_over_ranks(items, ranks)) {

@@ -20,8 +20,10 @@ struct MicroBatch {
   int64_t tokens = 0;
 };
 
-// [rank][micro-batch]. Every item is in exactly one micro-batch; none holds more than micro_batch_tokens unless it is one
-// item alone; ranks carry about the same number of tokens. A function of the arguments: no order of arrival, no clock.
-std::vector<std::vector<MicroBatch>> pack(absl::Span<const PackItem> items, int64_t micro_batch_tokens, int ranks);
+// [rank][micro-batch]. Every item is in exactly one micro-batch; none holds more than micro_batch_tokens
+// unless it is one item alone; ranks carry about the same number of tokens. A function of the arguments: no
+// order of arrival, no clock.
+std::vector<std::vector<MicroBatch>> pack(absl::Span<const PackItem> items, int64_t micro_batch_tokens,
+                                          int ranks);
 
 }  // namespace slipstream::learner

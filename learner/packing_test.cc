@@ -14,7 +14,8 @@ std::vector<PackItem> make_items(size_t count) {
   uint64_t state = 7;
   for (size_t i = 0; i < count; ++i) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
-    items.push_back({.tokens = static_cast<int64_t>((state >> 33) % 300 + 1), .temperature = i % 3 == 0 ? 0.7f : 1.0f});
+    items.push_back(
+        {.tokens = static_cast<int64_t>((state >> 33) % 300 + 1), .temperature = i % 3 == 0 ? 0.7f : 1.0f});
   }
   return items;
 }

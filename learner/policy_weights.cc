@@ -20,11 +20,13 @@ void convert_tensor(const kernels::Tensor& from, const kernels::Tensor& to, kern
   });
 }
 
-absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType dtype, kernels::Stream& stream) {
+absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType dtype,
+                                                  kernels::Stream& stream) {
   ASSIGN_OR_RETURN(model::LoadedWeights master, model::load_weights(dir, DType::kF32, stream));
   PolicyWeights out(std::move(master));
   if (dtype != DType::kF32) {
-    ASSIGN_OR_RETURN(out.rounded_, model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp()));
+    ASSIGN_OR_RETURN(out.rounded_,
+                     model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp()));
     out.round(stream);
   }
   return out;

@@ -14,14 +14,17 @@ namespace slipstream::learner {
 class PolicyWeights {
  public:
   // Reads a checkpoint directory; errors as load_weights has them. dtype: f32 or bf16, of compute().
-  static absl::StatusOr<PolicyWeights> load(const std::string& dir, kernels::DType dtype, kernels::Stream& stream);
+  static absl::StatusOr<PolicyWeights> load(const std::string& dir, kernels::DType dtype,
+                                            kernels::Stream& stream);
 
   const model::ModelConfig& config() const { return master_.config; }
   model::LoadedWeights& master() { return master_; }
   const model::LoadedWeights& master() const { return master_; }
-  // The masters themselves for f32, else their rounding to nearest even as of the last round(). Islands (norms, biases) are
-  // fp32 in both.
-  const model::ModelWeights& compute() const { return rounded_ ? rounded_->tensors() : master_.store.tensors(); }
+  // The masters themselves for f32, else their rounding to nearest even as of the last round(). Islands
+  // (norms, biases) are fp32 in both.
+  const model::ModelWeights& compute() const {
+    return rounded_ ? rounded_->tensors() : master_.store.tensors();
+  }
   kernels::DType dtype() const { return rounded_ ? rounded_->dtype() : master_.store.dtype(); }
   // To be called after the masters changed.
   void round(kernels::Stream& stream);

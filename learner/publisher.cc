@@ -4,8 +4,11 @@
 
 namespace slipstream::learner {
 
-absl::Status Publisher::publish(int32_t policy_version, const model::LoadedWeights& master, kernels::Stream& stream) {
-  ASSIGN_OR_RETURN(model::WeightStore copy, model::WeightStore::create_weights(master.config, kernels::DType::kF32, master.store.with_mtp()));
+absl::Status Publisher::publish(int32_t policy_version, const model::LoadedWeights& master,
+                                kernels::Stream& stream) {
+  ASSIGN_OR_RETURN(
+      model::WeightStore copy,
+      model::WeightStore::create_weights(master.config, kernels::DType::kF32, master.store.with_mtp()));
   for (size_t i = 0; i < copy.entries().size(); ++i) {
     convert_tensor(master.store.entries()[i].tensor, copy.entries()[i].tensor, stream);
   }

@@ -23,13 +23,16 @@ struct WeightSnapshot {
 // Thread-safe. Holds one snapshot; older ones live as long as somebody streams them.
 class Publisher {
  public:
-  // Called once, with the snapshot, or null when the publisher closed. It must not block nor call the publisher.
+  // Called once, with the snapshot, or null when the publisher closed. It must not block nor call the
+  // publisher.
   using Ready = std::function<void(std::shared_ptr<const WeightSnapshot>)>;
 
-  // Copies the masters and wakes everybody who waits for a version as new. ResourceExhausted: no memory for the copy.
+  // Copies the masters and wakes everybody who waits for a version as new. ResourceExhausted: no memory for
+  // the copy.
   absl::Status publish(int32_t policy_version, const model::LoadedWeights& master, kernels::Stream& stream);
 
-  // Calls `ready`, perhaps before it returns, once the newest version is above `have`. The id is for cancel().
+  // Calls `ready`, perhaps before it returns, once the newest version is above `have`. The id is for
+  // cancel().
   int64_t wait(int32_t have, Ready ready);
   // True: `ready` was not called and never will be.
   bool cancel(int64_t id);

@@ -5,7 +5,10 @@
 #include <filesystem>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
+#include "model/json_reader.h"
 #include "model/output_file.h"
 #include "nlohmann/json.hpp"
 #include "proto/words.h"
@@ -27,24 +30,53 @@ int64_t step_of(const std::string& line) {
   return json["step"].get<int64_t>();
 }
 
-absl::Status cut_after(const std::string& path, int64_t last_step) {
+// The report in a line; nothing if another program's version wrote it.
+std::optional<StepReport> report_of(const std::string& line) {
+  const ordered_json json = ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
+  model::JsonReader reader(json, "metrics.jsonl");
+  StepReport report = read_report(reader);
+  return reader.status().ok() ? std::optional(std::move(report)) : std::nullopt;
+}
+
+// Removes the lines after step `last`, and what is no whole line. Returns the last line that stays, or "".
+absl::StatusOr<std::string> cut_after(const std::string& path, int64_t last) {
   std::ifstream in(path);
-  if (!in) return absl::OkStatus();
-  const std::string temporary = path + ".tmp";
+  std::string newest, kept;
   bool cut = false;
-  {
-    std::ofstream out(temporary, std::ios::trunc);
-    for (std::string line; std::getline(in, line);) {
-      const int64_t step = step_of(line);
-      if (step < 0 || step > last_step) {
-        cut = true;
-        continue;
-      }
-      out << line << "\n";
+  for (std::string line; std::getline(in, line);) {
+    const int64_t step = in.eof() ? -1 : step_of(line);  // eof: the line has no end
+    if (step < 0 || step > last) {
+      cut = true;
+      continue;
     }
-    if (!out.flush()) return absl::UnavailableError(absl::StrCat(temporary, ": cannot be written"));
+    kept += line + "\n";
+    newest = std::move(line);
   }
-  return cut ? model::rename_file(temporary, path) : model::remove_file(temporary);
+  if (!cut) return newest;
+  const std::string temporary = path + ".tmp";
+  ASSIGN_OR_RETURN(model::OutputFile out, model::OutputFile::create(temporary));
+  RETURN_IF_ERROR(out.append({reinterpret_cast<const std::byte*>(kept.data()), kept.size()}));
+  RETURN_IF_ERROR(out.finish());
+  RETURN_IF_ERROR(model::rename_file(temporary, path));
+  return newest;
+}
+
+std::string step_file(const std::string& folder, int64_t step, const char* ending) {
+  return absl::StrFormat("%s/step_%06d.%s", folder, step, ending);
+}
+
+// The files step_file() names, of steps after `last`.
+absl::Status remove_after(const std::string& folder, int64_t last) {
+  std::error_code error;
+  for (fs::directory_iterator at(folder, error), end; !error && at != end; at.increment(error)) {
+    const std::string name = at->path().stem().string();
+    int64_t step = 0;
+    if (!absl::StartsWith(name, "step_") || !absl::SimpleAtoi(name.substr(5), &step) || step <= last)
+      continue;
+    RETURN_IF_ERROR(model::remove_file(at->path().string()));
+  }
+  return !error || error == std::errc::no_such_file_or_directory ? absl::OkStatus()
+                                                                 : absl::ErrnoToStatus(error.value(), folder);
 }
 
 ordered_json numbers(const std::vector<float>& values) {
@@ -64,15 +96,18 @@ ordered_json spans_of(const v1::Sample& sample, const model::Tokenizer* tokenize
   int at = 0;
   for (const v1::Span& span : sample.spans()) {
     ordered_json json = {{"kind", rpc::word_of(span.kind())}, {"length", span.length()}};
-    if (tokenizer != nullptr) json["text"] = tokenizer->decode(absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
+    if (tokenizer != nullptr)
+      json["text"] = tokenizer->decode(
+          absl::MakeConstSpan(sample.ids().data() + at, static_cast<size_t>(span.length())));
     out.push_back(std::move(json));
     at += span.length();
   }
   return out;
 }
 
-ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample, const std::vector<float>& learner_logprob,
-                         const std::vector<TokenLoss>& tokens, const model::Tokenizer* tokenizer) {
+ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample,
+                         const std::vector<float>& learner_logprob, const std::vector<TokenLoss>& tokens,
+                         const model::Tokenizer* tokenizer) {
   ordered_json trained = ordered_json::array(), ratios = ordered_json::array();
   for (const TokenLoss& token : tokens) {
     trained.push_back(token.fate == TokenFate::kTrained ? 1 : 0);
@@ -98,29 +133,42 @@ ordered_json sample_json(const v1::Sample& message, const TrainingSample& sample
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory, int64_t restored_step, int rollouts_max) {
+absl::StatusOr<std::unique_ptr<RunFiles>> RunFiles::open(const std::string& run_directory,
+                                                         const StepReport& restored, int rollouts_max) {
   std::error_code error;
   fs::create_directories(run_directory + "/rollouts", error);
   if (error) return absl::ErrnoToStatus(error.value(), run_directory + "/rollouts");
+  for (const char* folder : {"/rollouts", "/batches"}) {
+    RETURN_IF_ERROR(remove_after(run_directory + folder, restored.step));
+  }
   auto files = std::unique_ptr<RunFiles>(new RunFiles(run_directory, rollouts_max));
   const std::string path = run_directory + "/metrics.jsonl";
-  RETURN_IF_ERROR(cut_after(path, restored_step));
+  ASSIGN_OR_RETURN(const std::string last, cut_after(path, restored.step));
   files->metrics_.open(path, std::ios::app);
   if (!files->metrics_) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
+  if (restored.step > 0 && step_of(last) < restored.step) {
+    files->restored_ = restored;
+    RETURN_IF_ERROR(files->append(restored));
+  } else {
+    files->restored_ = report_of(last).value_or(restored);
+  }
   return files;
 }
+
+absl::Status RunFiles::sync() const { return model::sync_file(directory_ + "/metrics.jsonl"); }
 
 absl::Status RunFiles::append(const StepReport& report) {
   metrics_ << to_json_line(report) << std::endl;
   if (metrics_) return absl::OkStatus();
   metrics_.clear();
-  return absl::UnavailableError(absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
+  return absl::UnavailableError(
+      absl::StrCat(directory_, "/metrics.jsonl: cannot be written; is the disk full?"));
 }
 
-absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch, const GradientResult& result,
-                                      const model::Tokenizer* tokenizer) {
+absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, const TrainingBatch& batch,
+                                      const GradientResult& result, const model::Tokenizer* tokenizer) {
   if (rollouts_max_ == 0) return absl::OkStatus();
-  const std::string path = absl::StrFormat("%s/rollouts/step_%06d.jsonl", directory_, step);
+  const std::string path = step_file(directory_ + "/rollouts", step, "jsonl");
   std::ofstream out(path, std::ios::trunc);
   const size_t count = std::min(batch.trajectories.size(), static_cast<size_t>(rollouts_max_));
   for (size_t t = 0; t < count; ++t) {
@@ -143,10 +191,11 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
     ordered_json samples = ordered_json::array();
     for (size_t i = 0; i < trajectory.samples.size(); ++i) {
       const size_t s = static_cast<size_t>(trajectory.samples[i]);
-      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s], result.learner_logprob[s],
-                                    result.tokens[s], tokenizer));
+      samples.push_back(sample_json(message.samples(static_cast<int>(i)), batch.samples[s],
+                                    result.learner_logprob[s], result.tokens[s], tokenizer));
     }
-    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in `more_samples`.
+    // Most trajectories are one sample: its columns stand beside the rest. Further ones follow in
+    // `more_samples`.
     json.update(samples[0]);
     if (samples.size() > 1) json["more_samples"] = ordered_json(samples.begin() + 1, samples.end());
     out << dump(json) << "\n";
@@ -154,6 +203,15 @@ absl::Status RunFiles::write_rollouts(int64_t step, int32_t policy_version, cons
   out.flush();
   if (!out) return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
   return absl::OkStatus();
+}
+
+absl::Status RunFiles::write_batch(int64_t step, const v1::Batch& batch) {
+  std::error_code error;
+  fs::create_directories(directory_ + "/batches", error);
+  const std::string path = step_file(directory_ + "/batches", step, "pb");
+  std::ofstream out(path, std::ios::binary | std::ios::trunc);
+  if (batch.SerializeToOstream(&out) && out.flush()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(path, ": cannot be written; is the disk full?"));
 }
 
 }  // namespace slipstream::learner

@@ -21,7 +21,8 @@ using Milliseconds = std::chrono::milliseconds;
 // Becomes readable when stop is requested, so that one poll waits for both.
 class StopEvent {
  public:
-  explicit StopEvent(const std::stop_token& stop) : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), callback_(stop, [this] { signal(); }) {
+  explicit StopEvent(const std::stop_token& stop)
+      : fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), callback_(stop, [this] { signal(); }) {
     CHECK_GE(fd_, 0);
   }
   ~StopEvent() { ::close(fd_); }
@@ -35,12 +36,15 @@ class StopEvent {
     if (::write(fd_, &one, sizeof one) < 0) return;  // full: it is readable already
   }
   int fd_;
-  std::stop_callback<std::function<void()>> callback_;  // after fd_: it may run at once, and is gone before fd_ closes
+  std::stop_callback<std::function<void()>>
+      callback_;  // after fd_: it may run at once, and is gone before fd_ closes
 };
 
 absl::Status refused(const v1::Refused& message, const std::string& what) {
-  const int code = message.code() >= 1 && message.code() <= 16 ? message.code() : static_cast<int>(absl::StatusCode::kUnknown);
-  return absl::Status(static_cast<absl::StatusCode>(code), absl::StrCat("gateway refused ", what, ": ", message.message()));
+  const int code = message.code() >= 1 && message.code() <= 16 ? message.code()
+                                                               : static_cast<int>(absl::StatusCode::kUnknown);
+  return absl::Status(static_cast<absl::StatusCode>(code),
+                      absl::StrCat("gateway refused ", what, ": ", message.message()));
 }
 
 }  // namespace
@@ -60,7 +64,8 @@ struct Source::Socket {
       socket.connect(address);
       return absl::OkStatus();
     } catch (const zmq::error_t& error) {
-      return absl::InvalidArgumentError(absl::StrCat("gateway address ", address, ": ", error.what(), ", expected tcp://host:port"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("gateway address ", address, ": ", error.what(), ", expected tcp://host:port"));
     }
   }
   // A message that does not go is a message lost: the caller repeats it.
@@ -99,30 +104,35 @@ Source::Source(const SourceOptions& options, Logger log, std::unique_ptr<Socket>
     : options_(options), log_(std::move(log)), socket_(std::move(socket)) {}
 Source::~Source() = default;
 
-absl::Status Source::exchange(const v1::LearnerMessage& request, const std::string& what, int timeout_ms, std::stop_token stop,
-                              absl::FunctionRef<bool(v1::GatewayMessage&)> take) {
+absl::Status Source::exchange(const v1::LearnerMessage& request, const std::string& what, int timeout_ms,
+                              std::stop_token stop, absl::FunctionRef<bool(v1::GatewayMessage&)> take) {
   const StopEvent stopped(stop);
   const std::string bytes = request.SerializeAsString();
-  const Clock::time_point deadline = Clock::now() + Milliseconds(timeout_ms);
-  Clock::time_point resend = Clock::now();
-  int sent = 0;
+  const Clock::time_point begin = Clock::now(), deadline = begin + Milliseconds(timeout_ms);
+  const Milliseconds reply_timeout(options_.reply_timeout_ms);
+  const Milliseconds patience = reply_timeout * (request.has_batch_request() ? 30 : 5);
+  Clock::time_point resend = begin, complain = begin + patience;
   while (true) {
     if (stop.stop_requested()) return absl::CancelledError(absl::StrCat(what, ": stopped"));
     const Clock::time_point now = Clock::now();
     if (now >= deadline) {
-      return absl::DeadlineExceededError(absl::StrCat("gateway ", options_.address, ": no answer to ", what, " within ",
-                                                      timeout_ms, " ms"));
+      return absl::DeadlineExceededError(
+          absl::StrCat("gateway ", options_.address, ": no answer to ", what, " within ", timeout_ms, " ms"));
+    }
+    if (now >= complain) {
+      log_->warn("gateway {}: no answer to {} for {:.0f} s; asking on", options_.address, what,
+                 std::chrono::duration<double>(now - begin).count());
+      complain = now + patience;
     }
     if (now >= resend) {
-      if (sent == 2) log_->info("gateway {}: waiting for the answer to {}", options_.address, what);
       socket_->send(bytes);
-      ++sent;
-      resend = now + Milliseconds(options_.reply_timeout_ms);
+      resend = now + reply_timeout;
     }
     while (const std::optional<std::string> received = socket_->receive()) {
       v1::GatewayMessage answer;
       if (!answer.ParseFromString(*received)) {
-        log_->warn("gateway {}: {} bytes that are no GatewayMessage, ignored", options_.address, received->size());
+        log_->warn("gateway {}: {} bytes that are no GatewayMessage, ignored", options_.address,
+                   received->size());
         continue;
       }
       if (answer.has_refused()) {
@@ -132,20 +142,27 @@ absl::Status Source::exchange(const v1::LearnerMessage& request, const std::stri
       }
       if (take(answer)) return absl::OkStatus();
     }
-    socket_->wait(stopped.fd(), std::chrono::duration_cast<Milliseconds>(std::min(deadline, resend) - Clock::now()) + Milliseconds(1));
+    socket_->wait(stopped.fd(),
+                  std::chrono::duration_cast<Milliseconds>(std::min(deadline, resend) - Clock::now()) +
+                      Milliseconds(1));
   }
 }
 
-absl::Status Source::hello(const v1::Hello& hello, std::stop_token stop) {
+absl::StatusOr<v1::HelloReply> Source::hello(const v1::Hello& hello, std::stop_token stop) {
+  v1::HelloReply reply;
   v1::LearnerMessage request;
   *request.mutable_hello() = hello;
-  // A refusal does not say what it answers: one that says "who are you?" may be about a request repeated before this Hello.
+  // A refusal does not say what it answers: one that says "who are you?" may be about a request repeated
+  // before this Hello.
   constexpr int kAttempts = 5;
   absl::Status status;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     status = exchange(request, "Hello", options_.gateway_timeout_ms, stop, [&](v1::GatewayMessage& answer) {
-      return answer.has_hello_reply() && answer.hello_reply().incarnation() == hello.incarnation();
+      if (!answer.has_hello_reply() || answer.hello_reply().incarnation() != hello.incarnation()) return false;
+      reply = std::move(*answer.mutable_hello_reply());
+      return true;
     });
+    if (status.ok()) return reply;
     if (!absl::IsFailedPrecondition(status)) return status;
   }
   return status;
@@ -159,10 +176,12 @@ absl::StatusOr<v1::Batch> Source::batch(const v1::BatchRequest& request, std::st
   const auto take = [&](v1::GatewayMessage& answer) {
     if (!answer.has_batch()) return false;
     v1::Batch& part = *answer.mutable_batch();
-    if (part.incarnation() != request.incarnation() || part.step() != request.step()) return false;  // an earlier answer, late
+    if (part.incarnation() != request.incarnation() || part.step() != request.step())
+      return false;  // an earlier answer, late
     const int count = std::max(1, part.num_parts());
     if (part.part() < 0 || part.part() >= count) return false;
-    if (parts.size() != static_cast<size_t>(count)) {  // the first part, or a gateway that cuts differently since its restart
+    if (parts.size() !=
+        static_cast<size_t>(count)) {  // the first part, or a gateway that cuts differently since its restart
       parts.assign(static_cast<size_t>(count), std::nullopt);
       missing = parts.size();
     }
@@ -171,7 +190,8 @@ absl::StatusOr<v1::Batch> Source::batch(const v1::BatchRequest& request, std::st
     slot = std::move(part);
     return missing == 0;
   };
-  RETURN_IF_ERROR(exchange(message, absl::StrCat("the BatchRequest of step ", request.step()), options_.batch_timeout_ms, stop, take));
+  RETURN_IF_ERROR(exchange(message, absl::StrCat("the BatchRequest of step ", request.step()),
+                           options_.batch_timeout_ms, stop, take));
   v1::Batch out = *std::move(parts[0]);
   for (size_t i = 1; i < parts.size(); ++i) {
     for (v1::Group& group : *parts[i]->mutable_groups()) *out.add_groups() = std::move(group);
@@ -185,9 +205,10 @@ absl::StatusOr<v1::CommitReply> Source::commit(const v1::Commit& commit, std::st
   v1::LearnerMessage request;
   *request.mutable_commit() = commit;
   v1::CommitReply reply;
-  RETURN_IF_ERROR(exchange(request, absl::StrCat("the Commit of step ", commit.step()), options_.gateway_timeout_ms, stop,
-                           [&](v1::GatewayMessage& answer) {
-                             if (!answer.has_commit_reply() || answer.commit_reply().incarnation() != commit.incarnation() ||
+  RETURN_IF_ERROR(exchange(request, absl::StrCat("the Commit of step ", commit.step()),
+                           options_.gateway_timeout_ms, stop, [&](v1::GatewayMessage& answer) {
+                             if (!answer.has_commit_reply() ||
+                                 answer.commit_reply().incarnation() != commit.incarnation() ||
                                  answer.commit_reply().step() != commit.step()) {
                                return false;
                              }

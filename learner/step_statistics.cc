@@ -28,10 +28,12 @@ void for_each_token(const TrainingBatch& batch, const StepResult& result, const 
       if (token.fate == TokenFate::kUnselected || token.fate == TokenFate::kNonFinite) continue;
       const int32_t oldest = std::min(sample.policy_version[i], sample.context_version[i]);
       const int32_t newest = std::max(sample.policy_version[i], sample.context_version[i]);
-      each(TokenView{.loss = token,
-                     .difference = std::abs(double{result.gradient.learner_logprob[s][i]} - double{sample.rollout_logprob[i]}),
-                     .own = weights.exactly && oldest == weights.policy_version && newest == weights.policy_version,
-                     .age = std::max(0, weights.policy_version - oldest)});
+      each(TokenView{
+          .loss = token,
+          .difference =
+              std::abs(double{result.gradient.learner_logprob[s][i]} - double{sample.rollout_logprob[i]}),
+          .own = weights.exactly && oldest == weights.policy_version && newest == weights.policy_version,
+          .age = std::max(0, weights.policy_version - oldest)});
     }
   }
 }
@@ -40,7 +42,9 @@ struct Mean {
   double sum = 0.0;
   int64_t count = 0;
   void add(double value) { sum += value, ++count; }
-  std::optional<double> value() const { return count == 0 ? std::nullopt : std::optional<double>(sum / static_cast<double>(count)); }
+  std::optional<double> value() const {
+    return count == 0 ? std::nullopt : std::optional<double>(sum / static_cast<double>(count));
+  }
 };
 
 void fill_rewards(const TrainingBatch& batch, int32_t policy_version, StepReport* report) {
@@ -59,7 +63,8 @@ void fill_rewards(const TrainingBatch& batch, int32_t policy_version, StepReport
 
 }  // namespace
 
-void fill_report(const TrainingBatch& batch, const StepResult& result, const ScoredWith& weights, StepReport* report) {
+void fill_report(const TrainingBatch& batch, const StepResult& result, const ScoredWith& weights,
+                 StepReport* report) {
   Mean mismatch, drift;
   std::map<int, Mean> drift_by_age;
   double mismatch_max = 0.0;
@@ -81,13 +86,16 @@ void fill_report(const TrainingBatch& batch, const StepResult& result, const Sco
   report->drift_abs_mean = drift.value();
   for (const auto& [age, mean] : drift_by_age) report->drift_by_age[age] = *mean.value();
   if (tokens > 0) {
+    report->masked_low_tokens = low;
+    report->masked_high_tokens = high;
     report->masked_low_fraction = static_cast<double>(low) / static_cast<double>(tokens);
     report->masked_high_fraction = static_cast<double>(high) / static_cast<double>(tokens);
   }
   for (size_t s = 0; s < batch.samples.size(); ++s) {
     for (size_t i = 0; i < batch.samples[s].positions.size(); ++i) {
-      const bool bad = result.gradient.tokens[s][i].fate == TokenFate::kNonFinite ||
-                       (!batch.samples[s].rollout_logprob.empty() && !std::isfinite(batch.samples[s].rollout_logprob[i]));
+      const bool bad =
+          result.gradient.tokens[s][i].fate == TokenFate::kNonFinite ||
+          (!batch.samples[s].rollout_logprob.empty() && !std::isfinite(batch.samples[s].rollout_logprob[i]));
       report->non_finite_tokens += bad;
     }
   }
@@ -102,24 +110,22 @@ void fill_report(const TrainingBatch& batch, const StepResult& result, const Sco
   report->trained_trajectories = static_cast<int64_t>(batch.trajectories.size());
 }
 
-void record_metrics(const TrainingBatch& batch, const StepResult& result, const ScoredWith& weights, const StepReport& report,
-                    Metrics& metrics) {
-  int64_t low = 0, high = 0;
+void record_metrics(const TrainingBatch& batch, const StepResult& result, const ScoredWith& weights,
+                    const StepReport& report, Metrics& metrics) {
   for_each_token(batch, result, weights, [&](const TokenView& token) {
     metrics.observe(metric::kImportanceRatio, token.loss.ratio);
     if (token.own) metrics.observe(metric::kLogprobDiffHistogram, token.difference);
-    low += token.loss.fate == TokenFate::kMaskedLow;
-    high += token.loss.fate == TokenFate::kMaskedHigh;
   });
-  metrics.add(metric::kMaskedTokens, static_cast<double>(low), {"low"});
-  metrics.add(metric::kMaskedTokens, static_cast<double>(high), {"high"});
+  metrics.add(metric::kMaskedTokens, static_cast<double>(report.masked_low_tokens), {"low"});
+  metrics.add(metric::kMaskedTokens, static_cast<double>(report.masked_high_tokens), {"high"});
   if (report.mismatch_abs_mean) {
     metrics.set(metric::kLogprobDiff, *report.mismatch_abs_mean);
     metrics.set(metric::kMilesLogprobDiff, *report.mismatch_abs_mean);
     metrics.set(metric::kLogprobDiffMax, *report.mismatch_abs_max);
   }
   if (report.drift_abs_mean) metrics.set(metric::kDrift, *report.drift_abs_mean);
-  for (const auto& [age, mean] : report.drift_by_age) metrics.set(metric::kDriftByAge, mean, {std::to_string(age)});
+  for (const auto& [age, mean] : report.drift_by_age)
+    metrics.set(metric::kDriftByAge, mean, {std::to_string(age)});
   if (report.phase == Phase::kRl) {
     for (const TrainingTrajectory& trajectory : batch.trajectories) {
       metrics.observe(metric::kStaleness, weights.policy_version - trajectory.message->min_policy_version());
@@ -127,7 +133,8 @@ void record_metrics(const TrainingBatch& batch, const StepResult& result, const 
     if (report.staleness_mean) metrics.set(metric::kMilesStaleness, *report.staleness_mean);
     if (report.trained_reward_mean) metrics.set(metric::kMilesReward, *report.trained_reward_mean);
   }
-  if (report.non_finite_tokens > 0) metrics.add(metric::kNonFiniteLogprobs, static_cast<double>(report.non_finite_tokens));
+  if (report.non_finite_tokens > 0)
+    metrics.add(metric::kNonFiniteLogprobs, static_cast<double>(report.non_finite_tokens));
   if (report.skipped) metrics.add(metric::kSkippedSteps, 1);
   metrics.observe(metric::kTrainStepSeconds, report.train_seconds);
   metrics.add(metric::kTrainTokens, static_cast<double>(report.trained_tokens));
@@ -136,7 +143,8 @@ void record_metrics(const TrainingBatch& batch, const StepResult& result, const 
   metrics.set(metric::kLoss, result.gradient.entropy_loss, {"entropy"});
   metrics.set(metric::kLearningRate, report.learning_rate);
   if (std::isfinite(report.grad_norm)) metrics.set(metric::kGradNorm, report.grad_norm);
-  if (report.expert_load_imbalance > 0.0) metrics.set(metric::kExpertLoadImbalance, report.expert_load_imbalance);
+  if (report.expert_load_imbalance > 0.0)
+    metrics.set(metric::kExpertLoadImbalance, report.expert_load_imbalance);
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   metrics.set(metric::kLastStepTimestamp, std::chrono::duration<double>(now).count());
 }

@@ -14,24 +14,31 @@ constexpr int64_t kArenaBytes = int64_t{1} << 38;
 constexpr int64_t kBucket = 1 << 22;  // gradient elements summed at a time
 
 // Rows of `from` [T, H] into to [R, H].
-void gather_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to, kernels::Stream& stream) {
+void gather_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to,
+                 kernels::Stream& stream) {
   const size_t bytes = static_cast<size_t>(from.size(1)) * sizeof(float);
-  stream.parallel_for(static_cast<int64_t>(rows.size()), 64, [&](int64_t begin, int64_t end, kernels::Worker&) {
-    for (int64_t i = begin; i < end; ++i) std::memcpy(to.row(i), from.row(rows[static_cast<size_t>(i)]), bytes);
-  });
+  stream.parallel_for(static_cast<int64_t>(rows.size()), 64,
+                      [&](int64_t begin, int64_t end, kernels::Worker&) {
+                        for (int64_t i = begin; i < end; ++i)
+                          std::memcpy(to.row(i), from.row(rows[static_cast<size_t>(i)]), bytes);
+                      });
 }
 
 // The reverse; no row is named twice.
-void scatter_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to, kernels::Stream& stream) {
+void scatter_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to,
+                  kernels::Stream& stream) {
   const size_t bytes = static_cast<size_t>(from.size(1)) * sizeof(float);
-  stream.parallel_for(static_cast<int64_t>(rows.size()), 64, [&](int64_t begin, int64_t end, kernels::Worker&) {
-    for (int64_t i = begin; i < end; ++i) std::memcpy(to.row(rows[static_cast<size_t>(i)]), from.row(i), bytes);
-  });
+  stream.parallel_for(static_cast<int64_t>(rows.size()), 64,
+                      [&](int64_t begin, int64_t end, kernels::Worker&) {
+                        for (int64_t i = begin; i < end; ++i)
+                          std::memcpy(to.row(rows[static_cast<size_t>(i)]), from.row(i), bytes);
+                      });
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(PolicyWeights& weights, const TrainerOptions& options,
+absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(PolicyWeights& weights,
+                                                         const TrainerOptions& options,
                                                          parallel::Group& group, kernels::Stream& stream) {
   RETURN_IF_ERROR(find_objective(options.loss.objective).status());
   const model::ModelConfig& config = weights.config();
@@ -40,17 +47,24 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(PolicyWeights& weights,
   ASSIGN_OR_RETURN(model::WeightStore gradients, model::WeightStore::create_gradients(config, with_mtp));
   ASSIGN_OR_RETURN(AdamW optimizer, AdamW::create(config, with_mtp, options.optimizer));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(kArenaBytes));
-  return std::unique_ptr<Trainer>(new Trainer(weights, options, group, stream, std::move(network), std::move(gradients),
-                                              std::move(optimizer), std::move(arena)));
+  return std::unique_ptr<Trainer>(new Trainer(weights, options, group, stream, std::move(network),
+                                              std::move(gradients), std::move(optimizer), std::move(arena)));
 }
 
-Trainer::Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group, kernels::Stream& stream,
-                 std::unique_ptr<model::Model> network, model::WeightStore gradients, AdamW optimizer, kernels::Arena arena)
-    : weights_(weights), options_(options), group_(group), stream_(stream), network_(std::move(network)),
-      gradients_(std::move(gradients)), optimizer_(std::move(optimizer)), arena_(std::move(arena)) {}
+Trainer::Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group,
+                 kernels::Stream& stream, std::unique_ptr<model::Model> network, model::WeightStore gradients,
+                 AdamW optimizer, kernels::Arena arena)
+    : weights_(weights),
+      options_(options),
+      group_(group),
+      stream_(stream),
+      network_(std::move(network)),
+      gradients_(std::move(gradients)),
+      optimizer_(std::move(optimizer)),
+      arena_(std::move(arena)) {}
 
-// What a selected token of each sample counts for: its trajectory's rows over the normaliser, which is counted over the whole
-// batch on every rank.
+// What a selected token of each sample counts for: its trajectory's rows over the normaliser, which is
+// counted over the whole batch on every rank.
 std::vector<double> Trainer::token_scales(const TrainingBatch& batch) const {
   double tokens = 0.0, trajectories = 0.0;
   for (const TrainingTrajectory& trajectory : batch.trajectories) {
@@ -62,18 +76,23 @@ std::vector<double> Trainer::token_scales(const TrainingBatch& batch) const {
     const TrainingTrajectory& trajectory = batch.trajectories[static_cast<size_t>(sample.trajectory)];
     double normalizer = options_.loss.normalizer_constant;
     if (options_.loss.normalizer == Normalizer::kTokens) normalizer = tokens;
-    if (options_.loss.normalizer == Normalizer::kSequence) normalizer = trajectories * static_cast<double>(trajectory.num_selected);
+    if (options_.loss.normalizer == Normalizer::kSequence)
+      normalizer = trajectories * static_cast<double>(trajectory.num_selected);
     scales.push_back(trajectory.num_selected == 0 ? 0.0 : trajectory.weight / normalizer);
   }
   return scales;
 }
 
-void Trainer::score_sample(const TrainingBatch& batch, int64_t index, Objective objective, GradientResult& out) const {
+void Trainer::score_sample(const TrainingBatch& batch, int64_t index, Objective objective,
+                           GradientResult& out) const {
   const size_t s = static_cast<size_t>(index);
   const TrainingSample& sample = batch.samples[s];
-  const std::vector<float> advantage(sample.positions.size(), batch.trajectories[static_cast<size_t>(sample.trajectory)].advantage);
+  const std::vector<float> advantage(sample.positions.size(),
+                                     batch.trajectories[static_cast<size_t>(sample.trajectory)].advantage);
   out.tokens[s].assign(sample.positions.size(), {});
-  objective({.learner_logprob = out.learner_logprob[s], .rollout_logprob = sample.rollout_logprob, .advantage = advantage,
+  objective({.learner_logprob = out.learner_logprob[s],
+             .rollout_logprob = sample.rollout_logprob,
+             .advantage = advantage,
              .selected = sample.selected},
             options_.loss.options, absl::MakeSpan(out.tokens[s]));
 }
@@ -91,8 +110,9 @@ void Trainer::count_experts(const model::SavedForward& saved) {
   }
 }
 
-absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBatch& micro, Objective objective,
-                                      const std::vector<double>& scales, GradientResult& out) {
+absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBatch& micro,
+                                      Objective objective, const std::vector<double>& scales,
+                                      GradientResult& out) {
   const kernels::ArenaScope scope(arena_);
   model::Batch input;
   std::vector<int64_t> rows;  // of the hidden state that predicts each action token
@@ -140,8 +160,9 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
       dentropy.f32()[row] = counts ? static_cast<float>(-options_.loss.entropy_bonus * scales[s]) : 0.0f;
     }
   }
-  const Tensor dchosen = network_->log_probs_backward(weights, chosen, target_ids, micro.temperature, log_probs, dlogprob,
-                                                      dentropy, gradients_.tensors(), step);
+  const Tensor dchosen =
+      network_->log_probs_backward(weights, chosen, target_ids, micro.temperature, log_probs, dlogprob,
+                                   dentropy, gradients_.tensors(), step);
   const Tensor dhidden = arena_.zeros(kernels::DType::kF32, {hidden.size(0), width}, stream_);
   scatter_rows(dchosen, rows, dhidden, stream_);
   network_->backward(weights, saved, dhidden, gradients_.tensors(), step);
@@ -155,7 +176,8 @@ void Trainer::share_gradients() {
   std::vector<Tensor> inside;
   const auto flush = [&] {
     if (inside.empty()) return;
-    group_.all_reduce_sum(Tensor(bucket.data(), kernels::DType::kF32, {static_cast<int64_t>(bucket.size())}), stream_);
+    group_.all_reduce_sum(Tensor(bucket.data(), kernels::DType::kF32, {static_cast<int64_t>(bucket.size())}),
+                          stream_);
     const float* at = bucket.data();
     for (const Tensor& tensor : inside) {
       std::copy_n(at, tensor.numel(), tensor.f32());
@@ -179,7 +201,8 @@ void Trainer::share_columns(std::vector<std::vector<float>>& columns) {
   std::vector<float> flat;
   for (const std::vector<float>& column : columns) flat.insert(flat.end(), column.begin(), column.end());
   if (flat.empty()) return;
-  group_.all_reduce_sum(Tensor(flat.data(), kernels::DType::kF32, {static_cast<int64_t>(flat.size())}), stream_);
+  group_.all_reduce_sum(Tensor(flat.data(), kernels::DType::kF32, {static_cast<int64_t>(flat.size())}),
+                        stream_);
   auto at = flat.begin();
   for (std::vector<float>& column : columns) {
     std::copy_n(at, column.size(), column.begin());
@@ -187,7 +210,8 @@ void Trainer::share_columns(std::vector<std::vector<float>>& columns) {
   }
 }
 
-void Trainer::summarize(const TrainingBatch& batch, Objective objective, const std::vector<double>& scales, GradientResult& out) {
+void Trainer::summarize(const TrainingBatch& batch, Objective objective, const std::vector<double>& scales,
+                        GradientResult& out) {
   double entropy = 0.0;
   int64_t counted = 0;
   for (size_t s = 0; s < batch.samples.size(); ++s) {
@@ -211,15 +235,19 @@ void Trainer::summarize(const TrainingBatch& batch, Objective objective, const s
       most = std::max(most, double{expert_counts_[e]});
       sum += expert_counts_[e];
     }
-    if (sum > 0.0) out.expert_load_imbalance = std::max(out.expert_load_imbalance, most * static_cast<double>(experts) / sum);
+    if (sum > 0.0)
+      out.expert_load_imbalance =
+          std::max(out.expert_load_imbalance, most * static_cast<double>(experts) / sum);
   }
 }
 
-absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& batch, const std::string& objective_name) {
+absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& batch,
+                                                         const std::string& objective_name) {
   ASSIGN_OR_RETURN(const Objective objective, find_objective(objective_name));
   gradients_.zero();
   const model::ModelConfig& config = weights_.config();
-  const auto moe_layers = std::count_if(config.layers.begin(), config.layers.end(), [](const auto& layer) { return layer.moe; });
+  const auto moe_layers =
+      std::count_if(config.layers.begin(), config.layers.end(), [](const auto& layer) { return layer.moe; });
   expert_counts_.assign(static_cast<size_t>(moe_layers * (config.moe ? config.moe->experts : 0)), 0.0f);
   GradientResult out;
   std::vector<PackItem> items;
@@ -242,13 +270,16 @@ absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& ba
   share_columns(out.learner_logprob);
   share_columns(out.entropy);
   if (!expert_counts_.empty()) {
-    group_.all_reduce_sum(Tensor(expert_counts_.data(), kernels::DType::kF32, {static_cast<int64_t>(expert_counts_.size())}), stream_);
+    group_.all_reduce_sum(
+        Tensor(expert_counts_.data(), kernels::DType::kF32, {static_cast<int64_t>(expert_counts_.size())}),
+        stream_);
   }
   summarize(batch, objective, scales, out);
   return out;
 }
 
-absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::string& objective, double learning_rate) {
+absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::string& objective,
+                                         double learning_rate) {
   StepResult result;
   result.learning_rate = learning_rate;
   ASSIGN_OR_RETURN(result.gradient, compute_gradient(batch, objective));
@@ -263,9 +294,11 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
     }
   }
   // A broken model masks every token, and a zero gradient would look like health.
-  if (selected > 0 && finite == 0 && result.offending.empty()) result.offending = "the log-probs of all action tokens";
+  if (selected > 0 && finite == 0 && result.offending.empty())
+    result.offending = "the log-probs of all action tokens";
   result.skipped = !result.offending.empty();
-  if (result.skipped || selected == 0) return result;  // nothing to learn from: old momentum alone moves nothing
+  if (result.skipped || selected == 0)
+    return result;  // nothing to learn from: old momentum alone moves nothing
   optimizer_.update(weights_.master().store, gradients_, check.norm, learning_rate, stream_);
   weights_.round(stream_);
   result.updated = true;

@@ -24,17 +24,18 @@ struct TrainerOptions {
   bool recompute = false;
 };
 
-// Of the whole batch, on every rank: each rank adds its samples' log-probs and all compute the rest from them, so a figure does
-// not depend on how samples were split.
+// Of the whole batch, on every rank: each rank adds its samples' log-probs and all compute the rest from
+// them, so a figure does not depend on how samples were split.
 struct GradientResult {
   std::vector<std::vector<float>> learner_logprob;  // [sample][action token]
   std::vector<std::vector<float>> entropy;          // as above, nats
   std::vector<std::vector<TokenLoss>> tokens;       // as above, without weights and normaliser
-  double loss = 0.0;          // policy (or supervised) loss, without the entropy term
+  double loss = 0.0;                                // policy (or supervised) loss, without the entropy term
   double entropy_loss = 0.0;
-  double entropy_mean = 0.0;  // over tokens in the loss
-  int64_t trained_tokens = 0; // that went through forward and backward: prompts included, repeated rows once
-  double expert_load_imbalance = 0.0;  // largest over mean tokens an expert got, worst MoE layer; 0: no such layer
+  double entropy_mean = 0.0;   // over tokens in the loss
+  int64_t trained_tokens = 0;  // that went through forward and backward: prompts included, repeated rows once
+  double expert_load_imbalance =
+      0.0;  // largest over mean tokens an expert got, worst MoE layer; 0: no such layer
 };
 
 struct StepResult {
@@ -49,30 +50,37 @@ struct StepResult {
 // One thread. All ranks call the same members with the same batch.
 class Trainer {
  public:
-  // `weights`, `group` and `stream` outlive the trainer. Errors as the model's and the objective's creation have them.
-  static absl::StatusOr<std::unique_ptr<Trainer>> create(PolicyWeights& weights, const TrainerOptions& options,
+  // `weights`, `group` and `stream` outlive the trainer. Errors as the model's and the objective's creation
+  // have them.
+  static absl::StatusOr<std::unique_ptr<Trainer>> create(PolicyWeights& weights,
+                                                         const TrainerOptions& options,
                                                          parallel::Group& group, kernels::Stream& stream);
 
-  // Forward and backward over the batch; gradients() then holds the sum over all ranks. objective: a name other than the
-  // configured one (warm-up: "sft"). A batch without a selected token gives loss 0 and gradient 0.
+  // Forward and backward over the batch; gradients() then holds the sum over all ranks. objective: a name
+  // other than the configured one (warm-up: "sft"). A batch without a selected token gives loss 0 and
+  // gradient 0.
   absl::StatusOr<GradientResult> compute_gradient(const TrainingBatch& batch, const std::string& objective);
   // The same, then clipping and the update, unless a gradient is not finite.
-  absl::StatusOr<StepResult> step(const TrainingBatch& batch, const std::string& objective, double learning_rate);
+  absl::StatusOr<StepResult> step(const TrainingBatch& batch, const std::string& objective,
+                                  double learning_rate);
 
   model::WeightStore& gradients() { return gradients_; }
   AdamW& optimizer() { return optimizer_; }
 
  private:
-  Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group, kernels::Stream& stream,
-          std::unique_ptr<model::Model> network, model::WeightStore gradients, AdamW optimizer, kernels::Arena arena);
+  Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group,
+          kernels::Stream& stream, std::unique_ptr<model::Model> network, model::WeightStore gradients,
+          AdamW optimizer, kernels::Arena arena);
   std::vector<double> token_scales(const TrainingBatch& batch) const;
   absl::Status run_micro_batch(const TrainingBatch& batch, const MicroBatch& micro, Objective objective,
                                const std::vector<double>& scales, GradientResult& out);
-  void score_sample(const TrainingBatch& batch, int64_t sample, Objective objective, GradientResult& out) const;
+  void score_sample(const TrainingBatch& batch, int64_t sample, Objective objective,
+                    GradientResult& out) const;
   void count_experts(const model::SavedForward& saved);
   void share_gradients();
   void share_columns(std::vector<std::vector<float>>& columns);
-  void summarize(const TrainingBatch& batch, Objective objective, const std::vector<double>& scales, GradientResult& out);
+  void summarize(const TrainingBatch& batch, Objective objective, const std::vector<double>& scales,
+                 GradientResult& out);
 
   PolicyWeights& weights_;
   TrainerOptions options_;

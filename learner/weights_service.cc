@@ -11,8 +11,9 @@
 namespace slipstream::learner {
 namespace {
 
-// One Fetch: waits for a snapshot, then writes header, pieces and trailer, one message after the other. It ends on exactly
-// one of three ways: refused, given up while waiting, or after its last write (which fails when the peer is gone).
+// One Fetch: waits for a snapshot, then writes header, pieces and trailer, one message after the other. It
+// ends on exactly one of three ways: refused, given up while waiting, or after its last write (which fails
+// when the peer is gone).
 class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
  public:
   Fetch(const v1::FetchRequest& request, Publisher& publisher, Logger log)
@@ -23,7 +24,9 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
       return;
     }
     matrices_ = *matrices;
-    waiting_ = publisher_.wait(request.have_version(), [this](std::shared_ptr<const WeightSnapshot> snapshot) { begin(std::move(snapshot)); });
+    waiting_ = publisher_.wait(
+        request.have_version(),
+        [this](std::shared_ptr<const WeightSnapshot> snapshot) { begin(std::move(snapshot)); });
   }
 
   void OnWriteDone(bool ok) override {
@@ -38,7 +41,8 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
 
  private:
   void begin(std::shared_ptr<const WeightSnapshot> snapshot) {
-    if (snapshot == nullptr) return Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the learner is shutting down"));
+    if (snapshot == nullptr)
+      return Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the learner is shutting down"));
     snapshot_ = std::move(snapshot);
     pieces_.emplace(snapshot_->weights, matrices_);
     const model::WeightStreamHeader header = model::weight_stream_header(snapshot_->weights, matrices_);
@@ -79,7 +83,8 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
 class WeightsService final : public v1::Weights::CallbackService {
  public:
   WeightsService(Publisher& publisher, Logger log) : publisher_(publisher), log_(std::move(log)) {}
-  grpc::ServerWriteReactor<v1::WeightChunk>* Fetch(grpc::CallbackServerContext*, const v1::FetchRequest* request) override {
+  grpc::ServerWriteReactor<v1::WeightChunk>* Fetch(grpc::CallbackServerContext*,
+                                                   const v1::FetchRequest* request) override {
     return new learner::Fetch(*request, publisher_, log_);  // deletes itself in OnDone
   }
 
@@ -97,7 +102,8 @@ struct WeightsServer::Impl {
   rpc::Server server;
 };
 
-absl::StatusOr<std::unique_ptr<WeightsServer>> WeightsServer::start(const std::string& address, Publisher& publisher, Logger log) {
+absl::StatusOr<std::unique_ptr<WeightsServer>> WeightsServer::start(const std::string& address,
+                                                                    Publisher& publisher, Logger log) {
   auto impl = std::make_unique<Impl>(publisher, std::move(log));
   ASSIGN_OR_RETURN(impl->server, rpc::serve("learner weights", address, {&impl->service}));
   return std::unique_ptr<WeightsServer>(new WeightsServer(std::move(impl)));

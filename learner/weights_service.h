@@ -13,9 +13,10 @@ namespace slipstream::learner {
 // Serves until it dies; calls under way are then cut and waiting ones answered UNAVAILABLE. Thread-safe.
 class WeightsServer {
  public:
-  // host:port, port 0: any free one. UNAVAILABLE: the address cannot be bound. `publisher` outlives the server and is closed by
-  // its destructor.
-  static absl::StatusOr<std::unique_ptr<WeightsServer>> start(const std::string& address, Publisher& publisher, Logger log);
+  // host:port, port 0: any free one. UNAVAILABLE: the address cannot be bound. `publisher` outlives the
+  // server and is closed by its destructor.
+  static absl::StatusOr<std::unique_ptr<WeightsServer>> start(const std::string& address,
+                                                              Publisher& publisher, Logger log);
   ~WeightsServer();
 
   const std::string& address() const;  // with the bound port

@@ -1,5 +1,6 @@
-// Goal: what a worker assembles from Fetch is the published weights, bit for bit, in the dtype it asked for; waiting ends with the
-// next version, its deadline or the server; a snapshot is what it was when its stream began.
+// Goal: what a worker assembles from Fetch is the published weights, bit for bit, in the dtype it asked for;
+// waiting ends with the next version, its deadline or the server; a snapshot is what it was when its stream
+// began.
 #include "learner/weights_service.h"
 
 #include <chrono>
@@ -19,12 +20,27 @@ namespace {
 using kernels::DType;
 
 model::ModelConfig small_config() {
-  const nlohmann::ordered_json json = {
-      {"model_type", "glm4_moe_lite"}, {"vocab_size", 500}, {"hidden_size", 640}, {"intermediate_size", 64},
-      {"moe_intermediate_size", 24}, {"num_hidden_layers", 2}, {"n_routed_experts", 6}, {"num_experts_per_tok", 2},
-      {"n_shared_experts", 1}, {"first_k_dense_replace", 1}, {"routed_scaling_factor", 1.5}, {"max_position_embeddings", 64},
-      {"rms_norm_eps", 1e-5}, {"dtype", "float32"}, {"eos_token_id", 1}, {"num_attention_heads", 2}, {"q_lora_rank", 20},
-      {"kv_lora_rank", 24}, {"qk_nope_head_dim", 12}, {"qk_rope_head_dim", 4}, {"v_head_dim", 10}};
+  const nlohmann::ordered_json json = {{"model_type", "glm4_moe_lite"},
+                                       {"vocab_size", 500},
+                                       {"hidden_size", 640},
+                                       {"intermediate_size", 64},
+                                       {"moe_intermediate_size", 24},
+                                       {"num_hidden_layers", 2},
+                                       {"n_routed_experts", 6},
+                                       {"num_experts_per_tok", 2},
+                                       {"n_shared_experts", 1},
+                                       {"first_k_dense_replace", 1},
+                                       {"routed_scaling_factor", 1.5},
+                                       {"max_position_embeddings", 64},
+                                       {"rms_norm_eps", 1e-5},
+                                       {"dtype", "float32"},
+                                       {"eos_token_id", 1},
+                                       {"num_attention_heads", 2},
+                                       {"q_lora_rank", 20},
+                                       {"kv_lora_rank", 24},
+                                       {"qk_nope_head_dim", 12},
+                                       {"qk_rope_head_dim", 4},
+                                       {"v_head_dim", 10}};
   return *model::parse_model_config(json, "test");
 }
 
@@ -36,7 +52,8 @@ struct Fetched {
 class WeightsServiceTest : public ::testing::Test {
  protected:
   WeightsServiceTest()
-      : stream(*kernels::Stream::create_cpu(1)), master(*model::random_weights(small_config(), DType::kF32, 3, *stream)),
+      : stream(*kernels::Stream::create_cpu(1)),
+        master(*model::random_weights(small_config(), DType::kF32, 3, *stream)),
         server(*WeightsServer::start("127.0.0.1:0", publisher, quiet_logger())),
         stub(v1::Weights::NewStub(rpc::dial(server->address()))) {}
 
@@ -58,7 +75,8 @@ class WeightsServiceTest : public ::testing::Test {
                                                            .num_tensors = chunk.header().num_tensors(),
                                                            .shape_hash = chunk.header().shape_hash()});
       } else if (chunk.has_piece()) {
-        const absl::Status added = assembler->add({.tensor_index = chunk.piece().tensor_index(), .offset = chunk.piece().offset(),
+        const absl::Status added = assembler->add({.tensor_index = chunk.piece().tensor_index(),
+                                                   .offset = chunk.piece().offset(),
                                                    .data = chunk.piece().data()});
         EXPECT_TRUE(added.ok()) << added;
       } else {
@@ -69,7 +87,9 @@ class WeightsServiceTest : public ::testing::Test {
     out.status = reader->Finish();
     return out;
   }
-  model::WeightStore store(DType dtype) { return *model::WeightStore::create_weights(master.config, dtype, false); }
+  model::WeightStore store(DType dtype) {
+    return *model::WeightStore::create_weights(master.config, dtype, false);
+  }
   void scale(float by) {
     for (const auto& entry : master.store.entries()) {
       for (int64_t i = 0; i < entry.tensor.numel(); ++i) entry.tensor.f32()[i] *= by;
@@ -79,7 +99,8 @@ class WeightsServiceTest : public ::testing::Test {
     for (size_t i = 0; i < a.entries().size(); ++i) {
       const kernels::Tensor &x = a.entries()[i].tensor, &y = b.entries()[i].tensor;
       ASSERT_EQ(x.dtype(), y.dtype());
-      EXPECT_EQ(std::memcmp(x.raw(), y.raw(), static_cast<size_t>(x.bytes())), 0) << a.entries()[i].parameter.name;
+      EXPECT_EQ(std::memcmp(x.raw(), y.raw(), static_cast<size_t>(x.bytes())), 0)
+          << a.entries()[i].parameter.name;
     }
   }
 
@@ -124,7 +145,8 @@ TEST_F(WeightsServiceTest, WaitsForTheNextVersionAndTakesTheNewest) {
 TEST_F(WeightsServiceTest, SnapshotsDoNotChangeUnderTheirReaders) {
   ASSERT_TRUE(publisher.publish(1, master, *stream).ok());
   const model::WeightStore first = store(DType::kF32);
-  for (size_t i = 0; i < first.entries().size(); ++i) convert_tensor(master.store.entries()[i].tensor, first.entries()[i].tensor, *stream);
+  for (size_t i = 0; i < first.entries().size(); ++i)
+    convert_tensor(master.store.entries()[i].tensor, first.entries()[i].tensor, *stream);
   grpc::ClientContext context;
   v1::FetchRequest request;
   request.set_have_version(-1);
@@ -139,7 +161,11 @@ TEST_F(WeightsServiceTest, SnapshotsDoNotChangeUnderTheirReaders) {
                                                          .num_tensors = chunk.header().num_tensors(),
                                                          .shape_hash = chunk.header().shape_hash()});
   while (reader->Read(&chunk) && chunk.has_piece()) {
-    ASSERT_TRUE(assembler.add({.tensor_index = chunk.piece().tensor_index(), .offset = chunk.piece().offset(), .data = chunk.piece().data()}).ok());
+    ASSERT_TRUE(assembler
+                    .add({.tensor_index = chunk.piece().tensor_index(),
+                          .offset = chunk.piece().offset(),
+                          .data = chunk.piece().data()})
+                    .ok());
   }
   EXPECT_TRUE(assembler.finish(chunk.trailer().crc32c()).ok());
   EXPECT_TRUE(reader->Finish().ok());

@@ -1,7 +1,9 @@
 #include "model/accounting.h"
 
 #include <algorithm>
+#include <limits>
 
+#include "absl/numeric/int128.h"
 #include "kernels/kda/kda.h"
 #include "model/json_reader.h"
 #include "model/weights.h"
@@ -92,30 +94,41 @@ void count_memory(const ModelConfig& config, Accounting& out) {
   out.sequence_bytes += out.state_bytes;
 }
 
-void count_flops(const ModelConfig& config, int64_t context, Accounting& out) {
+absl::Status count_flops(const ModelConfig& config, int64_t context, Accounting& out) {
   TokenFlops& flops = out.flops;
   flops.context = context;
   flops.weights = 2 * out.parameters.active;
   const bool selects = config.mla && config.mla->indexer;
   const int64_t topk = selects ? config.mla->indexer->topk : context;
   const int64_t seen = std::min(context, topk);
+  absl::int128 attention = 0, indexing = 0;  // a config within its bounds can ask for more than 2^63
   for (const LayerConfig& layer : config.layers) {
     if (layer.attention == AttentionKind::kMla) {
-      flops.attention += 2 * config.mla->heads * seen * (config.mla->key_width() + config.mla->kv_lora_rank);
+      const int64_t widths = config.mla->key_width() + config.mla->kv_lora_rank;
+      attention += absl::int128{2 * config.mla->heads * seen} * widths;
     }
-    if (layer.attention == AttentionKind::kGqa) flops.attention += 4 * config.gqa->heads * context * config.gqa->head_dim;
+    if (layer.attention == AttentionKind::kGqa) {
+      attention += absl::int128{4 * config.gqa->heads * context} * config.gqa->head_dim;
+    }
     if (layer.indexer == IndexerMode::kFull) {
       const IndexerConfig& indexer = *config.mla->indexer;
-      flops.indexer += 2 * indexer.heads * indexer.head_dim * (context / indexer.pool);
+      indexing += absl::int128{2 * indexer.heads * indexer.head_dim} * (context / indexer.pool);
     }
     if (layer.attention == AttentionKind::kKda) {
       // Decay, Sᵀk, k uᵀ and Sᵀq: 1 + 2 + 2 + 2 operations a state value.
       flops.state += 7 * config.kda->heads * config.kda->head_dim * config.kda->head_dim;
     }
   }
+  if (attention + indexing + flops.weights + flops.state > std::numeric_limits<int64_t>::max()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("context: ", context, ", expected one whose operations a 64-bit count holds"));
+  }
+  flops.attention = static_cast<int64_t>(attention);
+  flops.indexer = static_cast<int64_t>(indexing);
   out.decode_fraction = static_cast<double>(seen) / static_cast<double>(context);
   out.prefill_pairs_dense = context % 2 == 0 ? context / 2 * (context + 1) : (context + 1) / 2 * context;
   out.prefill_pairs_sparse = seen * (seen + 1) / 2 + (context - seen) * seen;
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -134,7 +147,7 @@ absl::StatusOr<Accounting> account(const ModelConfig& config, int64_t context) {
   ParameterCounts& p = out.parameters;
   p.total = p.backbone + p.embedding + p.lm_head + p.mtp + p.vision;
   count_memory(config, out);
-  count_flops(config, context, out);
+  RETURN_IF_ERROR(count_flops(config, context, out));
   return out;
 }
 

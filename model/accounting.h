@@ -51,7 +51,8 @@ struct Accounting {
   int64_t prefill_pairs_sparse = 0;     // those that remain after selection
 };
 
-// context: tokens a query sees; 1..2^30. InvalidArgument: context out of range, or a vision_config without its keys.
+// context: tokens a query sees; 1..2^30. InvalidArgument: context out of range, or so long for the config's
+// sizes that its operations pass 2^63; a vision_config without its keys.
 absl::StatusOr<Accounting> account(const ModelConfig& config, int64_t context);
 
 }  // namespace slipstream::model

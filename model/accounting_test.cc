@@ -65,5 +65,16 @@ TEST(AccountingTest, RefusesAnImpossibleContext) {
   EXPECT_FALSE(account(*read_model_config(kModels + "glm5.json"), 0).ok());
 }
 
+// A config within its bounds can ask for more operations than a 64-bit count holds.
+TEST(AccountingTest, RefusesOperationsThatPassTheCount) {
+  ModelConfig config = *read_model_config(kFixtures + "glm47");
+  config.layers.resize(1, config.layers.back());
+  config.gqa->heads = config.gqa->head_dim = 1 << 12;
+  EXPECT_EQ(account(config, 1 << 20)->flops.attention, int64_t{1} << 46);
+  config.layers.resize(1024, config.layers.back());
+  const absl::Status refused = account(config, 1 << 30).status();
+  EXPECT_EQ(refused.message(), "context: 1073741824, expected one whose operations a 64-bit count holds");
+}
+
 }  // namespace
 }  // namespace slipstream::model

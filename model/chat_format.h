@@ -60,9 +60,8 @@ class ChatFormat {
   // string).
   std::vector<int32_t> render_reply(const ChatMessage& message) const;
   // Whether a turn that ended in this stop id may be followed by this message (the opener is the same, or the
-  // stop is
-  // <|endoftext|>); if not, the stop id stays at the end of its own sample and the continuation branches
-  // before it.
+  // stop is <|endoftext|>); if not, the stop id stays at the end of its own sample and the continuation
+  // branches before it.
   bool continues(int32_t stop_id, const ChatMessage& next) const;
 
   // Sampled ids to a message. With use_tools false calls stay text (case C5); with any tools given, calls of

@@ -253,6 +253,9 @@ TEST_F(ChatFormatTest, TypesFollowTheSchema) {
   for (const char* bad : {"NaN", "0x10", "007", "1,", "", "1e999", "--1"}) {
     EXPECT_EQ(parsed("n", bad), R"({"n":")" + std::string(bad) + "\"}");
   }
+  // A JSON lexer may stop at a NUL and skip a byte-order mark: the text as it stands is no JSON.
+  EXPECT_EQ(parsed("n", std::string("5\0x", 3)), R"({"n":"5\u0000x"})");
+  EXPECT_EQ(parsed("n", "\xef\xbb\xbf" "5"), "{\"n\":\"\xef\xbb\xbf" "5\"}");
   EXPECT_EQ(parsed("b", "true"), R"({"b":true})");
   EXPECT_EQ(parsed("b", "True"), R"({"b":"True"})");
   EXPECT_EQ(parsed("b", "1"), R"({"b":"1"})");

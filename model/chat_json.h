@@ -10,8 +10,7 @@
 
 namespace slipstream::model {
 
-// One complete JSON value, keys in their order. nullopt: not JSON (NaN, hex and invalid UTF-8 included), a
-// key twice in one object, a number outside double's range, or nested deeper than 100.
+// What parse_json_tree accepts; nullopt: anything else.
 std::optional<nlohmann::ordered_json> parse_strict_json(std::string_view text);
 
 // Python's spelling: ", " and ": " between, characters outside ASCII as they are.

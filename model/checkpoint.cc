@@ -206,12 +206,6 @@ absl::Status Checkpoint::read_fp8(const Entry& weight, const Tensor& dst) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<const StoredTensor*> Checkpoint::raw(std::string_view name) {
-  ASSIGN_OR_RETURN(const Entry found, entry(name));
-  mark_read(found);
-  return found.tensor;
-}
-
 std::vector<std::string> Checkpoint::unread() const {
   std::vector<std::string> names;
   for (const auto& [name, entry] : entries_) {

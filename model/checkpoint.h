@@ -36,8 +36,8 @@ class Checkpoint {
   static absl::StatusOr<Checkpoint> open_file(SafetensorsFile file, const CheckpointOptions& options);
 
   std::vector<std::string> names() const;  // sorted
-  // A tensor's stored type, shape and bytes, for a look; null if there is none. Lives as long as the
-  // checkpoint.
+  // A tensor as stored, for a look or to be carried elsewhere byte for byte; null if there is none. Lives as
+  // long as the checkpoint.
   const StoredTensor* find(std::string_view name) const;
 
   // Reads a tensor, converted to dst's dtype with rounding to nearest even:
@@ -48,10 +48,8 @@ class Checkpoint {
   // InvalidArgument: shape, dtype or a scale is not what dst demands; "FILE: TENSOR: shape [2, 3], expected
   // [2, 4]". dst is as it was, unless the answer is OK.
   absl::Status read_into(std::string_view name, const kernels::Tensor& dst);
-  // The tensor as stored, to be carried elsewhere byte for byte; counts as read.
-  absl::StatusOr<const StoredTensor*> raw(std::string_view name);
 
-  // Names that no read_into() or raw() has asked for with success, sorted. A scale is read with its weight.
+  // Names that no read_into() has asked for with success, sorted. A scale is read with its weight.
   std::vector<std::string> unread() const;
 
  private:

@@ -33,8 +33,8 @@ class CheckpointWriter {
 
   // tensor: on the CPU, not absent, may be strided; f32 or bf16 is written as file_dtype f32 or bf16, rounded
   // to nearest even; f8_e4m3 and i32 as themselves. It must hold its values until save() returns.
-  // InvalidArgument: a name that is empty, over 1,024 bytes, not UTF-8, "__metadata__" or there already; a
-  // dtype that is not listed here. AlreadyExists: the name was added before.
+  // InvalidArgument: a name that is empty, over 1,024 bytes, not UTF-8, or "__metadata__"; a dtype
+  // that is not listed here. AlreadyExists: the name was added before.
   absl::Status add(std::string_view name, const kernels::Tensor& tensor, kernels::DType file_dtype);
   // Byte for byte; `bytes` must live until save() returns. InvalidArgument: as above, and bytes of another
   // length than the shape's.

@@ -1,19 +1,17 @@
 #include "model/config.h"
 
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
-#include <unordered_set>
 
 #include "model/architectures/registry.h"
 #include "model/json_reader.h"
+#include "model/json_tree.h"
 
 namespace slipstream::model {
 namespace {
 
 constexpr int64_t kConfigBytesMax = 16 << 20;
-constexpr int kNestingMax = 64;
 
 void read_dtype(JsonReader& reader, ModelConfig& config) {
   const std::string name = reader.has("dtype") ? reader.require_string("dtype")
@@ -60,49 +58,6 @@ void read_fp8(JsonReader& reader, ModelConfig& config) {
   reader.adopt(quantization.status());
 }
 
-// How deep brackets nest outside strings. JSON libraries copy and destroy nested values recursively: depth must be bounded
-// before one is built.
-int nesting(const std::string& text) {
-  int depth = 0, deepest = 0;
-  bool quoted = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (quoted) {
-      if (c == '\\') ++i;
-      if (c == '"') quoted = false;
-    } else if (c == '"') {
-      quoted = true;
-    } else if (c == '[' || c == '{') {
-      deepest = std::max(deepest, ++depth);
-    } else if (c == ']' || c == '}') {
-      --depth;
-    }
-  }
-  return deepest;
-}
-
-// The JSON of a file. InvalidArgument: not JSON, or a key that stands twice in one object, of which a reader would take
-// either.
-absl::StatusOr<nlohmann::ordered_json> parse_json(const std::string& text, const std::string& label) {
-  using Event = nlohmann::ordered_json::parse_event_t;
-  std::vector<std::unordered_set<std::string>> keys;  // of the objects around the place being read
-  std::string repeated;
-  const auto note = [&](int, Event event, nlohmann::ordered_json& value) {
-    if (event == Event::object_start) keys.emplace_back();
-    if (event == Event::object_end) keys.pop_back();
-    if (event == Event::key && !keys.back().insert(value.get<std::string>()).second && repeated.empty()) {
-      repeated = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
-    }
-    return true;
-  };
-  nlohmann::ordered_json json = nlohmann::ordered_json::parse(text, note, /*allow_exceptions=*/false);
-  if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(label, ": is not valid JSON"));
-  if (!repeated.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(label, ": ", repeated.substr(0, 80), ": stands twice in one object"));
-  }
-  return json;
-}
-
 }  // namespace
 
 absl::StatusOr<ModelConfig> parse_model_config(const nlohmann::ordered_json& json, const std::string& label) {
@@ -145,11 +100,9 @@ absl::StatusOr<ModelConfig> read_model_config(const std::string& path) {
   }
   std::stringstream text;
   text << stream.rdbuf();
-  if (nesting(text.str()) > kNestingMax) {
-    return absl::InvalidArgumentError(absl::StrCat(file, ": expected at most ", kNestingMax, " levels of nesting"));
-  }
-  ASSIGN_OR_RETURN(const nlohmann::ordered_json json, parse_json(text.str(), file));
-  return parse_model_config(json, file);
+  const absl::StatusOr<nlohmann::ordered_json> json = parse_json_tree(text.str());
+  if (!json.ok()) return absl::InvalidArgumentError(absl::StrCat(file, ": ", json.status().message()));
+  return parse_model_config(*json, file);
 }
 
 }  // namespace slipstream::model

@@ -34,7 +34,6 @@ class JsonReader {
   void fail(const char* key, const std::string& expectation);  // "label: key: VALUE, expected ..."
   void adopt(const absl::Status& status);                      // keeps it if nothing failed before
   const absl::Status& status() const { return status_; }
-  const std::string& label() const { return label_; }
   const nlohmann::ordered_json* find(const char* key) const;
 
  private:

@@ -4,6 +4,7 @@
 
 #include <fstream>
 
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
 
 namespace slipstream::model {
@@ -149,17 +150,44 @@ TEST(ConfigTest, RefusesWhatOperatorsCannotRun) {
   EXPECT_NE(error_of(json).find("experts over all layers"), std::string::npos);
 }
 
+TEST(ConfigTest, RefusesNumbersThatFloatsAndPositionsCannotHold) {
+  ordered_json json = dsa_json();
+  json["max_position_embeddings"] = int64_t{1} << 31;
+  EXPECT_NE(error_of(json).find("max_position_embeddings: 2147483648"), std::string::npos);
+  json = dsa_json();
+  json["rope_parameters"]["rope_theta"] = 1e300;
+  EXPECT_NE(error_of(json).find("rope_theta: 1e+300"), std::string::npos);
+  json = flash_json();
+  json["text_config"]["swiglu_limit"] = 1e300;
+  EXPECT_NE(error_of(json).find("swiglu_limit: 1e+300"), std::string::npos);
+}
+
+// What reading a config.json of this text says.
+std::string error_of_text(const std::string& text) {
+  const slipstream::testing::TemporaryDirectory directory;
+  std::ofstream(directory.path() + "/config.json", std::ios::binary) << text;
+  return std::string(read_model_config(directory.path()).status().message());
+}
+
 TEST(ConfigTest, RefusesDeepNesting) {
-  const std::string path = ::testing::TempDir() + "/deep_config.json";
-  std::ofstream(path) << "{\"model_type\": \"glm4_moe\", \"x\": " << std::string(100000, '[') << std::string(100000, ']') << "}";
-  EXPECT_NE(read_model_config(path).status().message().find("levels of nesting"), absl::string_view::npos);
+  const std::string deep = std::string(100000, '[') + std::string(100000, ']');
+  EXPECT_NE(error_of_text("{\"model_type\": \"glm4_moe\", \"x\": " + deep + "}").find("levels of nesting"),
+            std::string::npos);
+}
+
+TEST(ConfigTest, RefusesTextThatReadersTakeDifferently) {
+  const std::string text = dsa_json().dump();
+  EXPECT_EQ(error_of_text(text), "");
+  const std::string twice = error_of_text("{\"hidden_size\": 64, " + text.substr(1));
+  EXPECT_NE(twice.find("\"hidden_size\": stands twice in one object"), std::string::npos);
+  for (const std::string& hidden : {text + std::string(1, '\0') + "{", "\xef\xbb\xbf" + text, text + "{}"}) {
+    EXPECT_NE(error_of_text(hidden).find("is not valid JSON"), std::string::npos);
+  }
 }
 
 TEST(ConfigTest, FilesThatAreNoConfig) {
   EXPECT_EQ(read_model_config("/nonexistent").status().code(), absl::StatusCode::kNotFound);
-  const std::string path = ::testing::TempDir() + "/broken_config.json";
-  std::ofstream(path) << "{\"model_type\": ";
-  EXPECT_NE(read_model_config(path).status().message().find("is not valid JSON"), absl::string_view::npos);
+  EXPECT_NE(error_of_text("{\"model_type\": ").find("is not valid JSON"), std::string::npos);
 }
 
 }  // namespace

@@ -77,13 +77,20 @@ absl::Status remove_file(const std::string& path) {
   return absl::ErrnoToStatus(errno, path);
 }
 
-absl::Status sync_directory(const std::string& dir) {
-  const int fd = ::open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return absl::ErrnoToStatus(errno, dir);
+namespace {
+
+absl::Status sync_path(const std::string& path, int flags) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | flags);
+  if (fd < 0) return absl::ErrnoToStatus(errno, path);
   const int result = ::fsync(fd);
   const int error = errno;
   ::close(fd);
-  return result == 0 ? absl::OkStatus() : absl::ErrnoToStatus(error, dir);
+  return result == 0 ? absl::OkStatus() : absl::ErrnoToStatus(error, path);
 }
+
+}  // namespace
+
+absl::Status sync_file(const std::string& path) { return sync_path(path, 0); }
+absl::Status sync_directory(const std::string& dir) { return sync_path(dir, O_DIRECTORY); }
 
 }  // namespace slipstream::model

@@ -41,6 +41,8 @@ class OutputFile {
 absl::Status rename_file(const std::string& from, const std::string& to);
 // OK if the file is not there.
 absl::Status remove_file(const std::string& path);
+// fsyncs a file that something else wrote.
+absl::Status sync_file(const std::string& path);
 // Makes renames and removals in the directory durable.
 absl::Status sync_directory(const std::string& dir);
 

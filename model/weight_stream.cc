@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 
 #include "common/crc32c.h"
-#include "kernels/bf16.h"
+#include "model/stored_dtype.h"
 
 namespace slipstream::model {
 namespace {
@@ -38,23 +39,6 @@ class Hash {
  private:
   uint64_t value_ = 0xcbf29ce484222325ull;
 };
-
-// `count` elements of `tensor` from `begin`, converted to the other matrix dtype.
-void convert_range(const Tensor& tensor, int64_t begin, int64_t count, std::string& out) {
-  if (tensor.dtype() == DType::kF32) {
-    out.resize(static_cast<size_t>(count) * sizeof(kernels::bf16));
-    for (int64_t i = 0; i < count; ++i) {
-      const kernels::bf16 value = kernels::to_bf16(tensor.f32()[begin + i]);
-      std::memcpy(out.data() + i * 2, &value, 2);
-    }
-  } else {
-    out.resize(static_cast<size_t>(count) * sizeof(float));
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = kernels::to_f32(tensor.bf()[begin + i]);
-      std::memcpy(out.data() + i * 4, &value, 4);
-    }
-  }
-}
 
 }  // namespace
 
@@ -95,8 +79,11 @@ bool WeightPieces::next(WeightPiece* piece) {
   if (dtype == entry.tensor.dtype()) {
     piece->data = {static_cast<const char*>(entry.tensor.raw()) + offset_, static_cast<size_t>(size)};
   } else {
-    convert_range(entry.tensor, offset_ / kernels::size_of(dtype), size / kernels::size_of(dtype),
-                  converted_);
+    const DType from = entry.tensor.dtype();
+    const int64_t begin = offset_ / kernels::size_of(dtype), count = size / kernels::size_of(dtype);
+    const std::byte* elements = static_cast<const std::byte*>(entry.tensor.raw());
+    converted_.resize(static_cast<size_t>(size));
+    convert(stored_as(from), elements + begin * kernels::size_of(from), dtype, converted_.data(), count);
     piece->data = converted_;
   }
   piece->tensor_index = static_cast<int64_t>(tensor_);

@@ -63,7 +63,6 @@ class WeightAssembler {
   absl::Status add(const WeightPiece& piece);
   // DataLoss: bytes are missing, or the sum is not that of the bytes that came.
   absl::Status finish(uint32_t crc32c);
-  int64_t received_bytes() const { return received_bytes_; }
 
  private:
   WeightAssembler(WeightStore& weights, int64_t num_bytes) : weights_(&weights), num_bytes_(num_bytes) {}

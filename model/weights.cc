@@ -1,7 +1,6 @@
 #include "model/weights.h"
 
 #include <cstring>
-#include <optional>
 
 namespace slipstream::model {
 namespace {
@@ -234,22 +233,19 @@ std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp)
   return out;
 }
 
-absl::StatusOr<WeightStore> WeightStore::create(const ModelConfig& config, bool with_mtp,
-                                                const std::function<int(const Parameter&)>& dtype_of,
-                                                kernels::Device device) {
-  // dtype_of gives a DType, or -1 for an absent tensor.
+absl::StatusOr<WeightStore> WeightStore::create(
+    const ModelConfig& config, bool with_mtp,
+    const std::function<std::optional<DType>(const Parameter&)>& dtype_of, kernels::Device device) {
   int64_t bytes = kAlignment;
   for (const Parameter& p : list_parameters(config, with_mtp)) {
-    if (const int dtype = dtype_of(p); dtype >= 0) {
-      bytes += p.numel() * kernels::size_of(static_cast<DType>(dtype)) + kAlignment;
-    }
+    if (const std::optional<DType> dtype = dtype_of(p)) bytes += p.numel() * kernels::size_of(*dtype) + kAlignment;
   }
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(device, bytes));
   WeightStore store(std::move(arena));
   store.with_mtp_ = with_mtp;
   visit_parameters(config, store.weights_, with_mtp, [&](Parameter parameter, Tensor& slot) {
-    if (const int dtype = dtype_of(parameter); dtype >= 0) {
-      slot = store.arena_.alloc(static_cast<DType>(dtype), parameter.shape);
+    if (const std::optional<DType> dtype = dtype_of(parameter)) {
+      slot = store.arena_.alloc(*dtype, parameter.shape);
     }
     store.entries_.push_back({std::move(parameter), slot});
   });
@@ -261,7 +257,7 @@ absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& confi
     return absl::InvalidArgumentError(absl::StrCat("weights: ", kernels::name_of(dtype), ", expected f32 or bf16"));
   }
   ASSIGN_OR_RETURN(WeightStore store, create(config, with_mtp, [&](const Parameter& p) {
-                     return static_cast<int>(p.storage == Storage::kMatrix ? dtype : DType::kF32);
+                     return p.storage == Storage::kMatrix ? dtype : DType::kF32;
                    }));
   store.dtype_ = dtype;
   return store;
@@ -269,7 +265,7 @@ absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& confi
 
 absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& config, bool with_mtp, bool train_frozen) {
   return create(config, with_mtp, [&](const Parameter& p) {
-    return p.frozen && !train_frozen ? -1 : static_cast<int>(DType::kF32);
+    return p.frozen && !train_frozen ? std::nullopt : std::optional(DType::kF32);
   });
 }
 
@@ -277,7 +273,7 @@ absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kern
   size_t next = 0;  // create() asks for every parameter twice, in the order of the entries
   const auto dtype_of = [&](const Parameter&) {
     const Tensor& tensor = entries_[next++ % entries_.size()].tensor;
-    return tensor.empty() ? -1 : static_cast<int>(tensor.dtype());
+    return tensor.empty() ? std::nullopt : std::optional<DType>(tensor.dtype());
   };
   ASSIGN_OR_RETURN(WeightStore copy, create(config, with_mtp_, dtype_of, stream.device()));
   copy.dtype_ = dtype_;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -168,9 +169,10 @@ class WeightStore {
 
  private:
   explicit WeightStore(kernels::Arena arena) : arena_(std::move(arena)) {}
-  static absl::StatusOr<WeightStore> create(const ModelConfig& config, bool with_mtp,
-                                            const std::function<int(const Parameter&)>& dtype_of,
-                                            kernels::Device device = {});
+  // dtype_of: nullopt leaves the tensor absent.
+  static absl::StatusOr<WeightStore> create(
+      const ModelConfig& config, bool with_mtp,
+      const std::function<std::optional<kernels::DType>(const Parameter&)>& dtype_of, kernels::Device device = {});
   kernels::Arena arena_;
   ModelWeights weights_;
   std::vector<Entry> entries_;

@@ -10,8 +10,8 @@
 
 namespace slipstream::parallel {
 
-// Every rank of a group calls the same collectives in the same order. One thread uses a group at a time. A lost peer ends
-// the process: the job restarts from its last checkpoint.
+// Every rank of a group calls the same collectives in the same order. One thread uses a group at a time. A
+// lost peer ends the process: the job restarts from its last checkpoint.
 class Group {
  public:
   virtual ~Group() = default;

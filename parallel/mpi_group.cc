@@ -17,8 +17,8 @@ namespace {
 constexpr int64_t kChunk = 1 << 20;
 constexpr int64_t kBroadcastBytes = 1 << 28;
 
-// MPI's own waits spin. Peers here may be seconds apart (rank 0 waits for data), and a spinning rank takes a core from the
-// one that works: so look a while, then sleep in growing steps.
+// MPI's own waits spin. Peers here may be seconds apart (rank 0 waits for data), and a spinning rank takes a
+// core from the one that works: so look a while, then sleep in growing steps.
 void wait(MPI_Request* request) {
   constexpr int kLooks = 200;
   auto pause = std::chrono::microseconds(10);
@@ -77,8 +77,8 @@ class MpiGroup final : public Group {
   }
 
  private:
-  // Each rank gets its slice from everybody, adds in rank order and hands the sum round. MPI_Allreduce may add in an order
-  // that depends on size and placement.
+  // Each rank gets its slice from everybody, adds in rank order and hands the sum round. MPI_Allreduce may
+  // add in an order that depends on size and placement.
   void sum_chunk(float* data, int64_t n) {
     const size_t ranks = static_cast<size_t>(size_);
     std::vector<int> counts(ranks), offsets(ranks), mine_counts(ranks), mine_offsets(ranks);
@@ -99,10 +99,12 @@ class MpiGroup final : public Group {
     wait(&request);
     for (int i = 0; i < mine; ++i) {
       float sum = parts_[static_cast<size_t>(i)];
-      for (size_t r = 1; r < ranks; ++r) sum += parts_[r * static_cast<size_t>(mine) + static_cast<size_t>(i)];
+      for (size_t r = 1; r < ranks; ++r)
+        sum += parts_[r * static_cast<size_t>(mine) + static_cast<size_t>(i)];
       parts_[static_cast<size_t>(i)] = sum;
     }
-    MPI_Iallgatherv(parts_.data(), mine, MPI_FLOAT, data, counts.data(), offsets.data(), MPI_FLOAT, comm_, &request);
+    MPI_Iallgatherv(parts_.data(), mine, MPI_FLOAT, data, counts.data(), offsets.data(), MPI_FLOAT, comm_,
+                    &request);
     wait(&request);
   }
 
@@ -120,7 +122,8 @@ absl::StatusOr<std::unique_ptr<MpiWorld>> MpiWorld::create() {
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
   if (provided < MPI_THREAD_FUNNELED) {
     MPI_Finalize();
-    return absl::FailedPreconditionError(absl::StrCat("MPI: thread support ", provided, ", expected MPI_THREAD_FUNNELED"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("MPI: thread support ", provided, ", expected MPI_THREAD_FUNNELED"));
   }
   return std::unique_ptr<MpiWorld>(new MpiWorld(std::make_unique<MpiGroup>(MPI_COMM_WORLD)));
 }

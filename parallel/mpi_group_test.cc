@@ -1,5 +1,5 @@
-// Goal: over real ranks, sums are added in rank order for sizes around every boundary, bytes and maxima reach everybody, and
-// a repeated sum has the same bits. Run by mpirun; every rank checks.
+// Goal: over real ranks, sums are added in rank order for sizes around every boundary, bytes and maxima reach
+// everybody, and a repeated sum has the same bits. Run by mpirun; every rank checks.
 #include "parallel/mpi_group.h"
 
 #include <cmath>
@@ -10,7 +10,8 @@ namespace slipstream::parallel {
 namespace {
 
 float value(int rank, int64_t i) {
-  return std::sin(static_cast<float>(i) * 0.37f + static_cast<float>(rank)) * std::exp2(static_cast<float>((i * 7 + rank * 13) % 40 - 20));
+  return std::sin(static_cast<float>(i) * 0.37f + static_cast<float>(rank)) *
+         std::exp2(static_cast<float>((i * 7 + rank * 13) % 40 - 20));
 }
 
 int run() {
@@ -20,7 +21,8 @@ int run() {
   Group& group = (*world)->group();
   auto stream = kernels::Stream::create_cpu(1);
   CHECK_OK(stream.status());
-  for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{1000}, int64_t{(1 << 20) + 1}, int64_t{2'500'001}}) {
+  for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3}, int64_t{1000},
+                          int64_t{(1 << 20) + 1}, int64_t{2'500'001}}) {
     std::vector<float> mine(static_cast<size_t>(n) + 1), again;
     for (int64_t i = 0; i < n; ++i) mine[static_cast<size_t>(i)] = value(group.rank(), i);
     again = mine;

@@ -4,18 +4,10 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 
-#include "absl/strings/numbers.h"
+#include "common/address.h"
 
 namespace slipstream::rpc {
 namespace {
-
-// gRPC would take port 99999 modulo 65536.
-bool is_address(const std::string& address) {
-  const size_t colon = address.rfind(':');
-  int port = 0;
-  return colon != std::string::npos && colon > 0 && absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 &&
-         port <= 65'535;
-}
 
 // What gRPC would print on stderr comes to us as a status.
 void ignore_log(gpr_log_func_args*) {}
@@ -40,8 +32,8 @@ std::string printable(std::string_view text) {
 
 absl::StatusOr<Server> serve(const std::string& what, const std::string& address,
                              const std::vector<grpc::Service*>& services) {
-  if (!is_address(address)) {
-    return absl::InvalidArgumentError(absl::StrCat(what, ": \"", address, "\", expected host:port, port from 0 to 65535"));
+  if (const std::string problem = address_problem(address, /*least_port=*/0); !problem.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": ", problem));
   }
   static const bool plugins = [] {
     gpr_set_log_function(ignore_log);

@@ -50,6 +50,7 @@ absl::Status GatewayClient::heartbeat(const WorkerIdentity& worker, const Heartb
   request.set_waiting(static_cast<int32_t>(beat.waiting));
   request.set_generated_tokens(beat.generated_tokens);
   request.set_idle_seconds(beat.idle_seconds);
+  request.set_draining(beat.draining);
   v1::HeartbeatResponse response;
   return impl_->call(stop,
                      [&](auto* context) { return impl_->stub->Heartbeat(context, request, &response); });

@@ -24,6 +24,7 @@ struct Heartbeat {
   int64_t waiting = 0;
   int64_t generated_tokens = 0;
   double idle_seconds = 0.0;
+  bool draining = false;
 };
 
 // Each call blocks for at most `timeout`, or until stop is requested (CANCELLED).

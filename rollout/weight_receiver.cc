@@ -63,13 +63,21 @@ WeightReceiver::~WeightReceiver() = default;  // jthread: requests the stop, whi
 void WeightReceiver::run(std::stop_token stop) noexcept {
   Backoff retry(config_.retry_min, config_.retry_max);
   while (!stop.stop_requested()) {
-    bool began = false;
-    const absl::Status status = fetch(stop, &began);
-    if (status.ok() || (absl::IsDeadlineExceeded(status) && !began)) {  // nothing newer: ask again
+    Progress progress;
+    const absl::Status status = fetch(stop, &progress);
+    if (status.ok() || (absl::IsDeadlineExceeded(status) && !progress.began)) {  // nothing newer: ask again
       retry.reset();
       continue;
     }
     if (stop.stop_requested()) return;
+    if (progress.foreign) {
+      log_->error("weights from {}: {}", config_.learner_address, std::string(status.message()));
+      if (config_.on_failure) {
+        config_.on_failure(absl::Status(
+            status.code(), absl::StrCat("weights from ", config_.learner_address, ": ", status.message())));
+      }
+      return;
+    }
     // A learner that is not there (yet) is told once for each wait, not once for each attempt of the channel.
     const absl::Duration wait = retry.next();
     log_->warn("weights from {}: {}; again in {} ms", config_.learner_address, status.ToString(),
@@ -78,14 +86,14 @@ void WeightReceiver::run(std::stop_token stop) noexcept {
   }
 }
 
-absl::Status WeightReceiver::fetch(std::stop_token stop, bool* began) {
+absl::Status WeightReceiver::fetch(std::stop_token stop, Progress* progress) {
   std::shared_ptr<model::WeightStore> store;
   std::optional<model::WeightAssembler> assembler;
   int32_t policy_version = 0;
   absl::Time since;
   WeightsClient::Handler handler;
   handler.header = [&](int32_t version, const model::WeightStreamHeader& header) -> absl::Status {
-    *began = true;
+    progress->began = true;
     since = absl::Now();
     if (version <= policy_version_) {
       return absl::FailedPreconditionError(
@@ -93,8 +101,10 @@ absl::Status WeightReceiver::fetch(std::stop_token stop, bool* began) {
     }
     policy_version = version;
     ASSIGN_OR_RETURN(store, pool_->take());
-    ASSIGN_OR_RETURN(model::WeightAssembler fresh, model::WeightAssembler::create(*store, header));
-    assembler.emplace(std::move(fresh));
+    absl::StatusOr<model::WeightAssembler> fresh = model::WeightAssembler::create(*store, header);
+    progress->foreign = !fresh.ok();
+    RETURN_IF_ERROR(fresh.status());
+    assembler.emplace(*std::move(fresh));
     return absl::OkStatus();
   };
   handler.piece = [&](const model::WeightPiece& piece) {

@@ -1,6 +1,7 @@
 // Fetches new weights from the learner for as long as it lives and gives them to the engine.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -20,6 +21,8 @@ struct WeightReceiverConfig {
   absl::Duration poll = absl::Seconds(120);
   absl::Duration retry_min = absl::Milliseconds(100);
   absl::Duration retry_max = absl::Seconds(5);
+  // The learner's weights are of another model: no later ones will fit, and none are asked for any more.
+  std::function<void(absl::Status)> on_failure = nullptr;
 };
 
 // Weights are assembled beside those in use and offered when complete and checked; a stream that breaks
@@ -37,7 +40,11 @@ class WeightReceiver {
  private:
   class Pool;
   void run(std::stop_token stop) noexcept;
-  absl::Status fetch(std::stop_token stop, bool* began);
+  struct Progress {
+    bool began = false;
+    bool foreign = false;  // weights of another model
+  };
+  absl::Status fetch(std::stop_token stop, Progress* progress);
 
   const WeightReceiverConfig config_;
   const std::shared_ptr<Pool> pool_;

@@ -1,5 +1,6 @@
 #include "rollout/worker.h"
 
+#include "common/address.h"
 #include "model/load.h"
 #include "rollout/registration.h"
 #include "rollout/weight_receiver.h"
@@ -26,11 +27,14 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   Config c;
   c.model = model::ModelSection::from(root);
   ConfigNode rollout = root.child("rollout");
-  rollout.read("worker_id", &c.engine.worker_id);
-  rollout.read("address", &c.address);
+  rollout.read_name("worker_id", &c.engine.worker_id);
+  rollout.read_address("address", &c.address, 0);
   rollout.read("advertised_host", &c.advertised_host);
-  rollout.read("gateway_address", &c.gateway_address);
-  rollout.read("learner_address", &c.learner_address);
+  if (!c.advertised_host.empty() && !address_problem(c.advertised_host + ":1", 1).empty()) {
+    rollout.fail("advertised_host", absl::StrCat("\"", c.advertised_host, "\", expected a host name or address"));
+  }
+  rollout.read_address("gateway_address", &c.gateway_address, 1);
+  rollout.read_address("learner_address", &c.learner_address, 1);
   rollout.read("threads", &c.engine.threads, 1, 256);
   rollout.read("max_running", &c.engine.max_running, 1, 4096);
   rollout.read("waiting_max", &c.engine.waiting_max, 0, 1'000'000);
@@ -43,7 +47,6 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read("weight_panels", &c.engine.weight_panels);
   rollout.read("drain_timeout_ms", &c.drain_timeout_ms, 0);
   rollout.read("weights_poll_ms", &c.weights_poll_ms, 100);
-  if (c.engine.worker_id.empty()) rollout.fail("worker_id", "\"\", expected a name");
   if (c.engine.step_tokens_max < c.engine.max_running) {
     rollout.fail("step_tokens_max",
                  absl::StrCat(c.engine.step_tokens_max, ", expected >= max_running ", c.engine.max_running));
@@ -54,7 +57,8 @@ Worker::Config Worker::Config::from(ConfigNode root) {
 Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Worker::~Worker() = default;
 
-absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metrics& metrics, Logger log) {
+absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metrics& metrics, Logger log,
+                                                       std::function<void(absl::Status)> on_failure) {
   auto impl = std::make_unique<Impl>();
   impl->config = config;
   impl->log = log;
@@ -66,11 +70,16 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
   ASSIGN_OR_RETURN(impl->engine,
                    Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log));
   ASSIGN_OR_RETURN(impl->service, WorkerService::start(config.address, *impl->engine, log));
+  const auto foreign = [path = config.model.path, on_failure](const absl::Status& status) {
+    if (!on_failure) return;
+    on_failure(absl::Status(status.code(), absl::StrCat("model.path: ", path, ": ", status.message())));
+  };
   if (!config.learner_address.empty()) {
     impl->receiver = std::make_unique<WeightReceiver>(
         WeightReceiverConfig{.worker_id = config.engine.worker_id,
                              .learner_address = config.learner_address,
-                             .poll = absl::Milliseconds(config.weights_poll_ms)},
+                             .poll = absl::Milliseconds(config.weights_poll_ms),
+                             .on_failure = foreign},
         loaded.config, *weights, /*policy_version=*/0, *impl->engine, metrics, log);
   }
   const std::string bound = impl->service->address();
@@ -84,7 +93,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
                        .start_time_us = absl::ToUnixMicros(absl::Now()),
                        .max_concurrent = config.engine.max_running + config.engine.waiting_max,
                        .max_context = impl->engine->max_context()},
-        *impl->engine, log);
+        *impl->engine, impl->service->draining(), log);
   }
   log->info("worker {}: {} on {}, context {}", config.engine.worker_id, config.model.path, bound,
             impl->engine->max_context());

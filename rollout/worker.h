@@ -1,6 +1,7 @@
 // A rollout worker: engine, weight receiver, service and registration, put together.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -33,7 +34,10 @@ class Worker {
 
   // Loads the checkpoint as policy version 0 and starts everything. Does not wait for gateway or learner.
   // Errors: those of load_weights, Engine::create, and UNAVAILABLE when the address cannot be bound.
-  static absl::StatusOr<std::unique_ptr<Worker>> start(const Config& config, Metrics& metrics, Logger log);
+  // on_failure (may be null; from another thread, outlives the worker): what no waiting mends, the learner
+  // trains another model than model.path.
+  static absl::StatusOr<std::unique_ptr<Worker>> start(const Config& config, Metrics& metrics, Logger log,
+                                                       std::function<void(absl::Status)> on_failure = nullptr);
   ~Worker();
 
   std::string address() const;  // as bound

@@ -184,15 +184,15 @@ struct WorkerService::Impl {
   void drain() {
     log->info("draining: no new generations");
     engine.drain();
+    draining.request_stop();
     const absl::MutexLock lock(&mutex);  // a call may come before serve() has returned
-    draining = true;
     if (server.server != nullptr) server.server->GetHealthCheckService()->SetServingStatus(false);
   }
   Engine& engine;
   Logger log;
   RolloutService service;
   absl::Mutex mutex;
-  bool draining ABSL_GUARDED_BY(mutex) = false;
+  std::stop_source draining;
   rpc::Server server;
 };
 
@@ -205,7 +205,7 @@ absl::StatusOr<std::unique_ptr<WorkerService>> WorkerService::start(const std::s
   {
     const absl::MutexLock lock(&impl->mutex);
     impl->server = std::move(server);
-    if (impl->draining) impl->server.server->GetHealthCheckService()->SetServingStatus(false);
+    if (impl->draining.stop_requested()) impl->server.server->GetHealthCheckService()->SetServingStatus(false);
   }
   return std::unique_ptr<WorkerService>(new WorkerService(std::move(impl)));
 }
@@ -214,6 +214,7 @@ WorkerService::~WorkerService() { shutdown(absl::Now()); }
 
 std::string WorkerService::address() const { return impl_->server.address; }
 void WorkerService::drain() { impl_->drain(); }
+std::stop_token WorkerService::draining() const { return impl_->draining.get_token(); }
 void WorkerService::shutdown(absl::Time deadline) {
   impl_->server.server->Shutdown(absl::ToChronoTime(deadline));
   impl_->server.server->Wait();

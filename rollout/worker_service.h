@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <stop_token>
 #include <string>
 
 #include "absl/time/time.h"
@@ -21,6 +22,8 @@ class WorkerService {
   std::string address() const;  // host:port as bound
   // No new generations; health says NOT_SERVING.
   void drain();
+  // Requested once drain() was called, by us or a peer.
+  std::stop_token draining() const;
   // Waits for open calls until the deadline, then cancels them. Nothing is served afterwards.
   void shutdown(absl::Time deadline);
 

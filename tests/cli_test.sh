@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Goal: the command line keeps its fixed forms, writes what it reads, and answers bad input with one line and a code.
-# usage: cli_test.sh SLIPSTREAM FIXTURES_DIR
+# usage: cli_test.sh SLIPSTREAM FIXTURES_DIR TOY_TRAINING
 set -u
 slipstream=$1
 fixtures=$2
+toy_training=$3
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failures=0
@@ -84,6 +85,30 @@ expect_error 1 'config.json: "vocab_size": stands twice in one object' "$slipstr
 expect_error 1 '753864139008 parameters, expected at most' "$slipstream" init "$work/huge" --config glm5
 head -c 1000 "$work/converted/model.safetensors" >"$work/cut" && mv "$work/cut" "$work/converted/model.safetensors"
 expect_error 1 'model.safetensors' "$slipstream" logprobs --model "$work/converted" --ids 5
+
+# A job's file is refused before anything is made, by line and field; so is a run that is not there.
+job() { printf 'model: {path: %s/job-model, init: {config: flash-tiny}}\nrun: {dir: %s/runs}\nenvironments: [{name: a, address: "127.0.0.1:1", tasks: [{name: add}]}]\n' "$work" "$work"; }
+job >"$work/job.yaml"
+{ job; echo 'rl: {max_stalenes: 1}'; } >"$work/key.yaml"
+{ job; echo 'rl: {group_size: many}'; } >"$work/value.yaml"
+job | grep -v environments >"$work/none.yaml"
+for role in run gateway rollout learner; do
+  expect_error 1 'nope.yaml' "$slipstream" $role -c "$work/nope.yaml"
+  expect_error 1 'key.yaml:4: rl.max_stalenes' "$slipstream" $role -c "$work/key.yaml"
+  expect_error 1 'value.yaml:4: rl.group_size: "many", expected an integer' "$slipstream" $role -c "$work/value.yaml"
+  expect_error 1 'environments: missing, expected at least one' "$slipstream" $role -c "$work/none.yaml"
+  expect_error 1 'max_staleness: unknown key, expected one of: chat, environments' "$slipstream" $role -c "$work/job.yaml" --set max_staleness=1
+  expect_error 1 '\-\-set rl: expected section.key=value' "$slipstream" $role -c "$work/job.yaml" --set rl
+  expect_error 2 'config' "$slipstream" $role
+done
+[ ! -e "$work/runs" ] && [ ! -e "$work/job-model" ] || fail "a refused job left files: $(ls "$work/runs" "$work/job-model")"
+expect_error 1 'runs/nope: no such directory, expected a run' "$slipstream" report "$work/runs/nope"
+
+# The example that trains a model on one page: what it trained is loaded again, and predicts the sequence.
+out=$("$toy_training" "$work/flash-tiny" "$work/counts" --steps 50 2>&1) || fail "toy_training: $out"
+first=$(sed -nE 's/^step +1  loss ([0-9.]+) .*/\1/p' <<<"$out") last=$(sed -nE 's/^step +50  loss ([0-9.]+) .*/\1/p' <<<"$out")
+awk "BEGIN { exit !($last < 0.8 * $first) }" || fail "toy_training does not learn: $out"
+expect_output '^\{"ids"' "$slipstream" logprobs --model "$work/counts" --ids 5,9,13 --json
 
 [ "$failures" -eq 0 ] && echo "cli: ok"
 exit $((failures > 0))

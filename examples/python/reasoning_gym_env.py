@@ -13,6 +13,7 @@ Every dataset is a task; an instance is an entry's index; the solution is the en
 import argparse
 import collections
 import concurrent.futures
+import json
 import math
 import pathlib
 import shutil
@@ -118,14 +119,18 @@ def main():
     parser = argparse.ArgumentParser(description="reasoning-gym as a Slipstream environment")
     parser.add_argument("--address", default="127.0.0.1:0", help="host:port; port 0: any free one")
     parser.add_argument("--datasets", default="chain_sum", help="names, separated by commas")
+    parser.add_argument("--options", default="{}", help='JSON, a dataset\'s own options by its name: {"chain_sum": {"max_terms": 2}}')
     parser.add_argument("--size", type=int, default=1000, help="instances of each")
     parser.add_argument("--seed", type=int, default=1, help="of all problems")
     flags = parser.parse_args()
     try:
-        datasets = {name: reasoning_gym.create_dataset(name, size=flags.size, seed=flags.seed)
+        options = json.loads(flags.options)
+        if unknown := set(options) - set(flags.datasets.split(",")):
+            sys.exit(f"reasoning_gym_env: --options: {unknown.pop()}, expected names of --datasets")
+        datasets = {name: reasoning_gym.create_dataset(name, size=flags.size, seed=flags.seed, **options.get(name, {}))
                     for name in flags.datasets.split(",")}
-    except ValueError as error:
-        sys.exit(f"reasoning_gym_env: --datasets: {error}")
+    except (ValueError, TypeError, AssertionError) as error:  # reasoning-gym asserts what its options must be
+        sys.exit(f"reasoning_gym_env: --datasets or --options: {error}")
 
     with tempfile.TemporaryDirectory() as code:
         generate_code(PROTO, code)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <memory>
@@ -115,14 +116,25 @@ class Gateway {
 
   // Ends the ledger and begins another on the same directory.
   void reopen() {
-    ledger_.reset();
-    metrics_ = std::make_unique<Metrics>();
-    auto ledger = Ledger::open(config_, *metrics_, quiet_logger());
-    if (!ledger.ok()) {
-      ADD_FAILURE() << ledger.status();
+    if (const absl::Status status = try_reopen("tokenizer"); !status.ok()) {
+      ADD_FAILURE() << status;
       abort();
     }
-    ledger_ = *std::move(ledger);
+  }
+  // The log is deleted between two lives.
+  void lose_log() {
+    ledger_.reset();
+    std::filesystem::remove_all(log_directory());
+    reopen();
+  }
+  absl::Status try_reopen(const std::string& tokenizer) {
+    ledger_.reset();
+    metrics_ = std::make_unique<Metrics>();
+    ASSIGN_OR_RETURN(ledger_, Ledger::open(config_, tokenizer, *metrics_, quiet_logger()));
+    describe();
+    return absl::OkStatus();
+  }
+  void describe() {
     if (config_.environments.empty()) return;
     v1::TaskDescription task;
     task.set_name("add");
@@ -132,7 +144,7 @@ class Gateway {
   }
   Ledger& ledger() { return *ledger_; }
   Metrics& metrics() { return *metrics_; }
-  const GatewayConfig& config() const { return config_; }
+  GatewayConfig& config() { return config_; }  // for the next reopen()
   std::string log_directory() const { return config_.job.run_directory() + "/trajectories"; }
 
   std::vector<EpisodePlan> take_all() {
@@ -168,11 +180,12 @@ class Gateway {
   }
   // Each of these waits for the answer and returns its status.
   absl::Status say(const v1::BatchRequest& request) { return ask(request).get().status(); }
-  absl::Status say(const v1::Hello& hello) {
-    std::promise<absl::Status> done;
-    ledger_->hello(hello, [&](const auto& reply) { done.set_value(reply.status()); });
+  absl::StatusOr<v1::HelloReply> hello(const v1::Hello& hello) {
+    std::promise<absl::StatusOr<v1::HelloReply>> done;
+    ledger_->hello(hello, [&](auto reply) { done.set_value(std::move(reply)); });
     return done.get_future().get();
   }
+  absl::Status say(const v1::Hello& message) { return hello(message).status(); }
   absl::StatusOr<v1::CommitReply> commit(const v1::Commit& commit) {
     std::promise<absl::StatusOr<v1::CommitReply>> done;
     ledger_->commit(commit, [&](auto reply) { done.set_value(std::move(reply)); });

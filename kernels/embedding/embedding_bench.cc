@@ -17,5 +17,16 @@ void embedding(benchmark::State& state) {
 }
 BENCHMARK(embedding)->ArgsProduct({{16, 4096}, {0, 1}})->UseRealTime();
 
+void embedding_backward(benchmark::State& state) {
+  testing::TensorPool pool(2);
+  const int64_t tokens = state.range(0), hidden = 1024;
+  const EmbeddingBackward args{.ids = pool.random_ints({tokens}, 0, 16384),
+                               .dy = pool.random(DType::kF32, {tokens, hidden}),
+                               .dtable = pool.zeros(DType::kF32, {16384, hidden})};
+  for (auto _ : state) launch(args, testing::bench_stream());
+  testing::report_bytes(state, 3 * args.dy.bytes());
+}
+BENCHMARK(embedding_backward)->Arg(4096)->UseRealTime();
+
 }  // namespace
 }  // namespace slipstream::kernels

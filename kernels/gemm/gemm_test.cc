@@ -105,8 +105,7 @@ TEST(GemmTest, EqualsReferenceOnLargeShapes) {
 TEST(GemmTest, EveryTargetEqualsReference) {
   for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
     SCOPED_TRACE(hwy::TargetName(target));
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    const testing::ScopedTarget chosen(target);
     for (int64_t m = 1; m <= 14; ++m) {
       for (const bool transpose_a : {false, true}) {
         for (const bool transpose_b : {false, true}) {
@@ -118,8 +117,6 @@ TEST(GemmTest, EveryTargetEqualsReference) {
     expect_equals_reference({61, 90, 300}, {false, true, DType::kBf16, true}, test_stream());
     expect_equals_reference({61, 90, 300}, {true, false, DType::kF32}, test_stream());
   }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
 TEST(GemmTest, EmptyDimensions) {

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "kernels/gqa/gqa.h"
+#include "kernels/testing/batches.h"
 #include "kernels/testing/bench.h"
 
 namespace slipstream::kernels {
@@ -15,18 +16,14 @@ constexpr int64_t kHeads = 16, kKvHeads = 4, kWidth = 64;
 // `batch` sequences with `fresh` new tokens each after `cached` ones.
 Gqa make_call(testing::TensorPool& pool, int64_t batch, int64_t cached, int64_t fresh) {
   const int64_t tokens = batch * fresh, pages = (cached + fresh + kPageRows - 1) / kPageRows;
-  std::vector<int32_t> row_begin, table;
-  for (int64_t b = 0; b <= batch; ++b) row_begin.push_back(static_cast<int32_t>(b * fresh));
-  for (int64_t i = 0; i < batch * pages; ++i) table.push_back(static_cast<int32_t>(i));
   const auto store = [&] {
     return PagedRows{.pool = pool.random(DType::kF32, {batch * pages, kPageRows, kKvHeads * kWidth}),
-                     .page_table = pool.ints({batch, pages}, table)};
+                     .page_table = testing::pages_in_turn(pool, batch, pages)};
   };
-  const std::vector<int32_t> before(static_cast<size_t>(batch), static_cast<int32_t>(cached));
   return {.q = pool.random(DType::kF32, {tokens, kHeads, kWidth}),
           .k = store(),
           .v = store(),
-          .sequences = {.row_begin = pool.ints({batch + 1}, row_begin), .cached = pool.ints({batch}, before)},
+          .sequences = testing::even_sequences(pool, batch, {cached, fresh}),
           .kv_heads = kKvHeads,
           .scale = 1.0f / std::sqrt(static_cast<float>(kWidth)),
           .o = pool.output(DType::kF32, {tokens, kHeads, kWidth}),

@@ -19,13 +19,13 @@ namespace slipstream::kernels {
 // the query's incomplete pool are appended; without it a query sees none of them, and none at all while t + 1 < P.
 struct IndexerSelect {
   Tensor q;             // in   [T, Hi, Di] f32
-  Tensor weights;       // in   [T, Hi] f32, already times Hi^-1/2
+  Tensor weights;       // in   [T, Hi] f32
   PagedRows keys;       // in   one row of Di a token, or a pool; rows of this batch are already written
   Sequences sequences;  // T rows
   int64_t topk;         // index_topk, a multiple of pool
   int64_t pool = 1;     // index_kpool
   bool tail = false;    // index_kpool_always_select_tail
-  float key_scale;      // Di^-1/2
+  float key_scale;      // > 0, so it may stand inside the relu: (Hi Di)^-1/2
   Tensor indices;       // out  [T, W] i32 with W >= selection_width(): selected positions, ascending, then -1
   Tensor counts;        // out  [T] i32
 };

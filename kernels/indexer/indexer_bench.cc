@@ -43,12 +43,11 @@ namespace {
 struct World {
   World(testing::TensorPool& pool, int64_t count, int64_t cached, int64_t fresh, int64_t heads, int64_t width) {
     const int64_t pages = (cached + fresh + kPageRows - 1) / kPageRows, rows = count * fresh;
-    const std::vector<testing::Length> lengths(static_cast<size_t>(count), {cached, fresh});
     q = pool.random(DType::kF32, {rows, heads, width});
     weights = pool.random(DType::kF32, {rows, heads});
     keys = {.pool = pool.random(DType::kF32, {count * pages, kPageRows, width}),
             .page_table = testing::pages_in_turn(pool, count, pages)};
-    sequences = testing::make_sequences(pool, lengths);
+    sequences = testing::even_sequences(pool, count, {cached, fresh});
     key_scale = 1.0f / std::sqrt(static_cast<float>(width));
   }
   Tensor q, weights;

@@ -91,10 +91,9 @@ void expect_reference(TensorPool& pool, const IndexerSelect& args) {
   reference(expected);
   for (const int64_t target : {int64_t{0}, int64_t{HWY_AVX2}}) {
     for (Stream* stream : {&test_stream(), &single_thread_stream()}) {
-      hwy::SetSupportedTargetsForTest(target);
+      const testing::ScopedTarget chosen(target);
       const IndexerSelect actual = with_fresh_outputs(pool, args);
       launch(actual, *stream);
-      hwy::SetSupportedTargetsForTest(0);
       testing::expect_same_bits(actual.indices, expected.indices);
       testing::expect_same_bits(actual.counts, expected.counts);
     }
@@ -178,7 +177,7 @@ TEST(IndexerSelectTest, NanComesLastAndMinusZeroIsZero) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
                   kInf = std::numeric_limits<float>::infinity();
   for (const int64_t target : {int64_t{0}, int64_t{HWY_AVX2}}) {
-    hwy::SetSupportedTargetsForTest(target);
+    const testing::ScopedTarget chosen(target);
     TensorPool pool(4);
     const auto select = [&](const std::vector<float>& keys, int64_t topk, float weight = 1.0f) {
       const IndexerSelect args = with_scores(pool, keys, topk, weight);
@@ -195,7 +194,6 @@ TEST(IndexerSelectTest, NanComesLastAndMinusZeroIsZero) {
     EXPECT_EQ(select({1e-30f, 0, 1e-30f, -1}, 2, -1e-30f), (Rows{0, 1}));
     EXPECT_EQ(select({0, 1e-30f, 1, 1e-30f, 0}, 3, -1e-30f), (Rows{0, 1, 3}));
   }
-  hwy::SetSupportedTargetsForTest(0);
 }
 
 TEST(IndexerSelectTest, NanQueryDoesNotPoisonOthers) {
@@ -351,9 +349,10 @@ TEST_P(IndexerScoresTest, EqualsReference) {
   testing::expect_near(backward.dweights, expected_backward.dweights, 4e-6f);
   testing::expect_near(backward.dkeys, expected_backward.dkeys, 4e-6f);
   const IndexerScoresBackward one_thread = with_fresh_outputs(pool, backward);
-  hwy::SetSupportedTargetsForTest(HWY_AVX2);
-  launch(one_thread, single_thread_stream());
-  hwy::SetSupportedTargetsForTest(0);
+  {
+    const testing::ScopedTarget narrow(HWY_AVX2);
+    launch(one_thread, single_thread_stream());
+  }
   testing::expect_same_bits(one_thread.dq, backward.dq);
   testing::expect_same_bits(one_thread.dweights, backward.dweights);
   testing::expect_same_bits(one_thread.dkeys, backward.dkeys);

@@ -36,8 +36,7 @@ constexpr int64_t kKdaWidthCuda = 128;
 // What a sequence keeps: the state at the start of its current chunk and the rows of that chunk so far. With
 // p tokens seen, p % kKdaChunk rows are live; a full chunk is folded into the state at once.
 struct KdaState {
-  Tensor
-      state;  // [slots, h, dk, dv] f32; read only where cached >= kKdaChunk (before that it counts as zero)
+  Tensor state;    // [slots, h, dk, dv] f32; read only where cached >= kKdaChunk (before that it is zero)
   Tensor chunk_k;  // [slots, kKdaChunk, h, dk] f32
   Tensor chunk_g;  // [slots, kKdaChunk, h, dk] f32, as decays a = exp(g)
   Tensor chunk_u;  // [slots, kKdaChunk, h, dv] f32
@@ -59,7 +58,8 @@ struct Kda {
   Tensor r;            // out  [T, h, dv] f32, v - Sᵀ k: what a row writes, before beta
 };
 
-// Number of spans that whole sequences of these lengths fill: sum of ceil(n_b / kKdaSpan).
+// Spans that `rows` rows of a whole sequence fill, and those of all sequences together.
+inline int64_t kda_spans(int64_t rows) { return (rows + kKdaSpan - 1) / kKdaSpan; }
 int64_t kda_spans(const Sequences& sequences);
 
 // For whole sequences (every cached == 0). r stands in for v.

@@ -378,7 +378,7 @@ void kda_backward_items(const KdaBackward& args, int64_t begin, int64_t end, Wor
   int64_t b = -1, span = 0;
   for (int64_t item = begin; item < end; ++item) {
     for (; b < item / heads; ++b) {
-      if (b >= 0) span += (args.sequences.end(b) - args.sequences.begin(b) + kKdaSpan - 1) / kKdaSpan;
+      if (b >= 0) span += kda_spans(args.sequences.end(b) - args.sequences.begin(b));
     }
     const int64_t first = args.sequences.begin(b), count = args.sequences.end(b) - first, head = item % heads;
     if (count == 0) continue;

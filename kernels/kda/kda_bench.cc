@@ -1,19 +1,13 @@
 // KDA: multiply-adds of the chunked form a second, against the machine's FMA rate; bytes of state for decode
 // (kernels/testing/bench.h).
 #include "kernels/kda/kda.h"
+#include "kernels/testing/batches.h"
 #include "kernels/testing/bench.h"
 
 namespace slipstream::kernels {
 namespace {
 
-// Every sequence has `rows` new tokens behind `cached` old ones.
-Sequences even_sequences(testing::TensorPool& pool, int64_t count, int64_t rows, int64_t cached) {
-  const Sequences sequences{.row_begin = pool.zeros(DType::kI32, {count + 1}),
-                            .cached = pool.zeros(DType::kI32, {count})};
-  for (int64_t b = 0; b <= count; ++b) sequences.row_begin.i32()[b] = static_cast<int32_t>(b * rows);
-  for (int64_t b = 0; b < count; ++b) sequences.cached.i32()[b] = static_cast<int32_t>(cached);
-  return sequences;
-}
+using testing::even_sequences;
 
 Kda random_args(testing::TensorPool& pool, const Sequences& sequences, int64_t heads, int64_t d) {
   const int64_t tokens = sequences.rows();
@@ -54,7 +48,7 @@ int64_t backward_flops(int64_t tokens, int64_t heads, int64_t d) {
 void kda_forward(benchmark::State& state) {
   testing::TensorPool pool(1);
   const Kda args =
-      random_args(pool, even_sequences(pool, 1, state.range(0), 0), state.range(1), state.range(2));
+      random_args(pool, even_sequences(pool, 1, {0, state.range(0)}), state.range(1), state.range(2));
   for (auto _ : state) launch(args, testing::bench_stream());
   testing::report_flops(state, forward_flops(state.range(0), state.range(1), state.range(2)));
 }
@@ -67,7 +61,7 @@ BENCHMARK(kda_forward)
 void kda_forward_for_training(benchmark::State& state) {
   testing::TensorPool pool(1);
   const Kda args = for_training(
-      pool, random_args(pool, even_sequences(pool, 1, state.range(0), 0), state.range(1), state.range(2)));
+      pool, random_args(pool, even_sequences(pool, 1, {0, state.range(0)}), state.range(1), state.range(2)));
   for (auto _ : state) launch(args, testing::bench_stream());
   testing::report_flops(state, forward_flops(state.range(0), state.range(1), state.range(2)));
 }
@@ -80,7 +74,7 @@ BENCHMARK(kda_forward_for_training)
 void kda_backward(benchmark::State& state) {
   testing::TensorPool pool(1);
   const Kda forward = for_training(
-      pool, random_args(pool, even_sequences(pool, 1, state.range(0), 0), state.range(1), state.range(2)));
+      pool, random_args(pool, even_sequences(pool, 1, {0, state.range(0)}), state.range(1), state.range(2)));
   launch(forward, testing::bench_stream());
   const KdaBackward args{.q = forward.q,
                          .k = forward.k,
@@ -109,7 +103,7 @@ BENCHMARK(kda_backward)
 void kda_decode(benchmark::State& state) {
   testing::TensorPool pool(1);
   const int64_t count = state.range(0), heads = state.range(1), d = state.range(2);
-  Kda args = random_args(pool, even_sequences(pool, count, 1, 64 + state.range(3)), heads, d);
+  Kda args = random_args(pool, even_sequences(pool, count, {64 + state.range(3), 1}), heads, d);
   args.slots = pool.zeros(DType::kI32, {count});
   for (int64_t b = 0; b < count; ++b) args.slots.i32()[b] = static_cast<int32_t>(b);
   std::vector<KdaState> caches;
@@ -136,7 +130,7 @@ BENCHMARK(kda_decode)
 void kda_recurrent(benchmark::State& state) {
   testing::TensorPool pool(1);
   const int64_t count = state.range(0), heads = state.range(1), d = state.range(2);
-  const Kda inputs = random_args(pool, even_sequences(pool, count, 1, 64), heads, d);
+  const Kda inputs = random_args(pool, even_sequences(pool, count, {64, 1}), heads, d);
   KdaRecurrent args{.q = inputs.q,
                     .k = inputs.k,
                     .v = inputs.v,

@@ -196,7 +196,7 @@ void kda_forward_items(const Kda& args, int64_t begin, int64_t end, Worker& work
   int64_t b = -1, span = 0;
   for (int64_t item = begin; item < end; ++item) {
     for (; b < item / heads; ++b) {
-      if (b >= 0) span += (args.sequences.end(b) - args.sequences.begin(b) + kKdaSpan - 1) / kKdaSpan;
+      if (b >= 0) span += kda_spans(args.sequences.end(b) - args.sequences.begin(b));
     }
     if (item + 1 < end) prefetch_head(args, (item + 1) / heads, (item + 1) % heads);
     forward_head(args, b, item % heads, span, buffers);

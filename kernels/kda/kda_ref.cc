@@ -8,26 +8,6 @@
 namespace slipstream::kernels {
 namespace {
 
-bool whole_sequences(const Sequences& sequences) {
-  for (int64_t b = 0; b < sequences.count(); ++b) {
-    if (sequences.cached_tokens(b) != 0) return false;
-  }
-  return true;
-}
-
-absl::Status expect_slots(const Operands& op, const Tensor& slots, int64_t sequences, int64_t slot_count) {
-  RETURN_IF_ERROR(expect_tensor(op, "slots", slots, DType::kI32, {sequences}));
-  if (!on_host(slots)) return absl::OkStatus();
-  std::vector<bool> used(static_cast<size_t>(slot_count), false);
-  for (int64_t b = 0; b < sequences; ++b) {
-    const int32_t slot = slots.i32()[b];
-    RETURN_IF_ERROR(expect_that(op, slot >= 0 && slot < slot_count, "slots: slot out of range"));
-    RETURN_IF_ERROR(expect_that(op, !used[static_cast<size_t>(slot)], "slots: two sequences in one slot"));
-    used[static_cast<size_t>(slot)] = true;
-  }
-  return absl::OkStatus();
-}
-
 // What Kda and KdaRecurrent have in common.
 template <class Args>
 absl::Status expect_inputs(const Operands& op, const Args& args) {
@@ -42,7 +22,6 @@ absl::Status expect_inputs(const Operands& op, const Args& args) {
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
   return expect_activation(op, "o", args.o, {tokens, heads, args.v.size(2)});
 }
-
 
 // S [dk, dv] of one head, in double.
 struct State {
@@ -108,9 +87,7 @@ float* live_row(const Tensor& rows, int64_t slot, int64_t i, int64_t head) {
 
 int64_t kda_spans(const Sequences& sequences) {
   int64_t spans = 0;
-  for (int64_t b = 0; b < sequences.count(); ++b) {
-    spans += (sequences.end(b) - sequences.begin(b) + kKdaSpan - 1) / kKdaSpan;
-  }
+  for (int64_t b = 0; b < sequences.count(); ++b) spans += kda_spans(sequences.end(b) - sequences.begin(b));
   return spans;
 }
 
@@ -125,8 +102,8 @@ absl::Status validate(const Kda& args) {
                                   cache.chunk_u.empty() == absent && args.slots.empty() == absent,
                               "cache and slots: expected all or none"));
   if (absent) {
-    RETURN_IF_ERROR(expect_that(op, whole_sequences(args.sequences),
-                                "cache: needed where a sequence has cached tokens"));
+    RETURN_IF_ERROR(
+        expect_that(op, args.sequences.whole(), "cache: needed where a sequence has cached tokens"));
   } else {
     RETURN_IF_ERROR(expect_tensor(op, "cache.state", cache.state, DType::kF32, {-1, heads, dk, dv}));
     const int64_t slots = cache.state.size(0);
@@ -136,12 +113,12 @@ absl::Status validate(const Kda& args) {
         expect_tensor(op, "cache.chunk_g", cache.chunk_g, DType::kF32, {slots, kKdaChunk, heads, dk}));
     RETURN_IF_ERROR(
         expect_tensor(op, "cache.chunk_u", cache.chunk_u, DType::kF32, {slots, kKdaChunk, heads, dv}));
-    RETURN_IF_ERROR(expect_slots(op, args.slots, args.sequences.count(), slots));
+    RETURN_IF_ERROR(expect_slots(op, args.slots, args.sequences, slots));
   }
   RETURN_IF_ERROR(expect_that(op, args.span_states.empty() == args.r.empty(),
                               "span_states and r: expected both or neither"));
   if (args.r.empty()) return absl::OkStatus();
-  RETURN_IF_ERROR(expect_that(op, whole_sequences(args.sequences),
+  RETURN_IF_ERROR(expect_that(op, args.sequences.whole(),
                               "span_states: only for whole sequences (cached all 0)"));
   RETURN_IF_ERROR(expect_tensor(op, "span_states", args.span_states, DType::kF32,
                                 {kda_spans(args.sequences), heads, dk, dv}));
@@ -156,8 +133,7 @@ absl::Status validate(const KdaBackward& args) {
   RETURN_IF_ERROR(expect_tensor(op, "log_decay", args.log_decay, DType::kF32, {tokens, heads, dk}));
   RETURN_IF_ERROR(expect_tensor(op, "beta", args.beta, DType::kF32, {tokens, heads}));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
-  RETURN_IF_ERROR(
-      expect_that(op, whole_sequences(args.sequences), "cached: expected whole sequences (all 0)"));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
   RETURN_IF_ERROR(expect_tensor(op, "r", args.r, DType::kF32, {tokens, heads, -1}));
   const int64_t dv = args.r.size(2);
   RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || std::max(dk, dv) <= kKdaWidthCuda,
@@ -177,7 +153,7 @@ absl::Status validate(const KdaRecurrent& args) {
   RETURN_IF_ERROR(expect_inputs(op, args));
   RETURN_IF_ERROR(expect_tensor(op, "state", args.state, DType::kF32,
                                 {-1, args.q.size(1), args.q.size(2), args.v.size(2)}));
-  return expect_slots(op, args.slots, args.sequences.count(), args.state.size(0));
+  return expect_slots(op, args.slots, args.sequences, args.state.size(0));
 }
 
 void reference(const Kda& args) {
@@ -216,7 +192,7 @@ void reference(const Kda& args) {
         if (i == kKdaChunk - 1) state.store(cache.state, slot, head);
       }
     }
-    span += (args.sequences.end(b) - begin + kKdaSpan - 1) / kKdaSpan;
+    span += kda_spans(args.sequences.end(b) - begin);
   }
 }
 

@@ -353,15 +353,12 @@ TEST_P(KdaCutTest, AllTargetsGiveTheSameBits) {
   const KdaBackward first_backward = backward_of(pool, first);
   launch(first_backward, test_stream());
   for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    const testing::ScopedTarget chosen(target);
     Kda args = with_outputs_for_backward(pool, first);
     args.o = pool.output(DType::kF32, {103, shape.heads, shape.dv});
     launch(args, test_stream());
     const KdaBackward backward = with_fresh_outputs(pool, first_backward);
     launch(backward, test_stream());
-    hwy::SetSupportedTargetsForTest(0);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
     testing::expect_same_bits(args.o, first.o);
     testing::expect_same_bits(args.r, first.r);
     testing::expect_same_bits(args.span_states, first.span_states);

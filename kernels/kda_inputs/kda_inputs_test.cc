@@ -78,20 +78,21 @@ TEST_P(KdaInputsTest, EqualsReference) {
   // In place: every output is its own input. On the narrower target, which must not show.
   const Tensor q = pool.copy(args.q), k = pool.copy(args.k), logit = pool.copy(args.decay_logit);
   const Tensor beta = pool.copy(args.beta_logit);
-  launch(KdaInputs{.q = q,
-                   .k = k,
-                   .decay_logit = logit,
-                   .beta_logit = beta,
-                   .a_log = args.a_log,
-                   .dt_bias = args.dt_bias,
-                   .lower_bound = lower_bound,
-                   .q_hat = q,
-                   .k_hat = k,
-                   .log_decay = logit,
-                   .beta = beta},
-         test_stream());
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  const KdaInputs over_inputs{.q = q,
+                              .k = k,
+                              .decay_logit = logit,
+                              .beta_logit = beta,
+                              .a_log = args.a_log,
+                              .dt_bias = args.dt_bias,
+                              .lower_bound = lower_bound,
+                              .q_hat = q,
+                              .k_hat = k,
+                              .log_decay = logit,
+                              .beta = beta};
+  {
+    const testing::ScopedTarget narrow(HWY_AVX2);
+    launch(over_inputs, test_stream());
+  }
   testing::expect_same_bits(q, args.q_hat);
   testing::expect_same_bits(k, args.k_hat);
   testing::expect_same_bits(logit, args.log_decay);
@@ -121,11 +122,10 @@ TEST_P(KdaInputsTest, EqualsReference) {
   testing::expect_near(backward.dbeta_logit, expected_backward.dbeta_logit, 4e-6f);
   testing::expect_near(backward.da_log, expected_backward.da_log, 1e-5f);
   testing::expect_near(backward.ddt_bias, expected_backward.ddt_bias, 1e-5f);
-  hwy::SetSupportedTargetsForTest(HWY_AVX2);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-  launch(in_place, testing::single_thread_stream());
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  {
+    const testing::ScopedTarget narrow(HWY_AVX2);
+    launch(in_place, testing::single_thread_stream());
+  }
   testing::expect_same_bits(in_place.dq, backward.dq);
   testing::expect_same_bits(in_place.dk, backward.dk);
   testing::expect_same_bits(in_place.ddecay_logit, backward.ddecay_logit);

@@ -96,5 +96,20 @@ void mhc_merge_backward(benchmark::State& state) {
 }
 BENCHMARK(mhc_merge_backward)->Apply(shapes);
 
+// MhcExpand and MhcMean; their backwards are the same loops with another divisor.
+void mhc_ends(benchmark::State& state) {
+  testing::TensorPool pool(1);
+  const int64_t tokens = state.range(0), n = state.range(1), width = state.range(2);
+  const MhcExpand expand{.x = pool.random(DType::kF32, {tokens, width}),
+                         .out = pool.output(DType::kF32, {tokens, n, width})};
+  const MhcMean mean{.x = expand.out, .out = pool.output(DType::kF32, {tokens, width})};
+  for (auto _ : state) {
+    launch(expand, testing::bench_stream());
+    launch(mean, testing::bench_stream());
+  }
+  testing::report_bytes(state, 2 * (expand.x.bytes() + expand.out.bytes()));
+}
+BENCHMARK(mhc_ends)->Apply(shapes);
+
 }  // namespace
 }  // namespace slipstream::kernels

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "kernels/testing/batches.h"
 #include "kernels/testing/bench.h"
 
 namespace slipstream::kernels {
@@ -15,8 +16,7 @@ void paged_write(benchmark::State& state) {
   std::vector<int32_t> table;
   for (int64_t page = 0; page < pages; ++page) table.push_back(static_cast<int32_t>(page * 7 % pages));
   const PagedWrite args{.rows = pool.random(DType::kF32, {tokens, width}),
-                        .sequences = {.row_begin = pool.ints({2}, {0, static_cast<int32_t>(tokens)}),
-                                      .cached = pool.ints({1}, {0})},
+                        .sequences = testing::even_sequences(pool, 1, {0, tokens}),
                         .store = {.pool = pool.output(dtype, {pages, kPageRows, width}),
                                   .page_table = pool.ints({1, pages}, table)}};
   for (auto _ : state) launch(args, testing::bench_stream());

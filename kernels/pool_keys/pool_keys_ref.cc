@@ -40,11 +40,7 @@ absl::Status validate(const PoolKeys& args) {
   RETURN_IF_ERROR(expect_tokens(op, args));
   const int64_t width = args.k.size(1), pool = args.ape.size(0);
   RETURN_IF_ERROR(expect_tensor(op, "open", args.open, DType::kF32, {-1, pool, 2, width}));
-  RETURN_IF_ERROR(expect_tensor(op, "slots", args.slots, DType::kI32, {args.sequences.count()}));
-  for (int64_t b = 0; b < args.sequences.count() && on_host(args.slots); ++b) {
-    const int32_t slot = args.slots.i32()[b];
-    RETURN_IF_ERROR(expect_that(op, slot >= 0 && slot < args.open.size(0), "slots: slot out of range"));
-  }
+  RETURN_IF_ERROR(expect_slots(op, args.slots, args.sequences, args.open.size(0)));
   return expect_paged(op, "pooled", args.pooled, args.sequences, width, pool);
 }
 

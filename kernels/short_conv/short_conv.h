@@ -15,7 +15,7 @@ struct ShortConv {
   Tensor tail;          // in/out [slots, K-1, C] f32: the last K-1 inputs of a sequence, oldest first. Read where cached > 0
                         //      (what stands before the start counts as 0), always written. May be absent: every cached is
                         //      then 0 and nothing is kept
-  Tensor slots;         // in   [B] i32, the slot of each sequence in `tail`; absent when tail is
+  Tensor slots;         // in   [B] i32, the slot of each sequence in `tail`, each used once; absent when tail is
   Tensor y;             // out  [T, C] f32; not x
 };
 

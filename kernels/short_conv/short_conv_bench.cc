@@ -1,16 +1,12 @@
 // ShortConv: bytes read and written a second, against the machine's copy rate (kernels/testing/bench.h).
 #include "kernels/short_conv/short_conv.h"
+#include "kernels/testing/batches.h"
 #include "kernels/testing/bench.h"
 
 namespace slipstream::kernels {
 namespace {
 
-Sequences even_sequences(testing::TensorPool& pool, int64_t count, int64_t rows) {
-  const Sequences sequences{.row_begin = pool.zeros(DType::kI32, {count + 1}),
-                            .cached = pool.zeros(DType::kI32, {count})};
-  for (int64_t b = 0; b <= count; ++b) sequences.row_begin.i32()[b] = static_cast<int32_t>(b * rows);
-  return sequences;
-}
+using testing::even_sequences;
 
 void short_conv(benchmark::State& state) {
   testing::TensorPool pool(1);
@@ -19,7 +15,7 @@ void short_conv(benchmark::State& state) {
   for (int64_t b = 0; b < count; ++b) slots.i32()[b] = static_cast<int32_t>(b);
   const ShortConv args{.x = pool.random(DType::kF32, {count * rows, channels}),
                        .w = pool.random(DType::kF32, {channels, 4}),
-                       .sequences = even_sequences(pool, count, rows),
+                       .sequences = even_sequences(pool, count, {0, rows}),
                        .tail = pool.zeros(DType::kF32, {count, 3, channels}),
                        .slots = slots,
                        .y = pool.output(DType::kF32, {count * rows, channels})};
@@ -33,7 +29,7 @@ void short_conv_backward(benchmark::State& state) {
   const int64_t rows = state.range(0), channels = state.range(1);
   const ShortConvBackward args{.x = pool.random(DType::kF32, {rows, channels}),
                                .w = pool.random(DType::kF32, {channels, 4}),
-                               .sequences = even_sequences(pool, 1, rows),
+                               .sequences = even_sequences(pool, 1, {0, rows}),
                                .dy = pool.random(DType::kF32, {rows, channels}),
                                .dx = pool.output(DType::kF32, {rows, channels}),
                                .dw = pool.zeros(DType::kF32, {channels, 4})};

@@ -7,13 +7,6 @@
 namespace slipstream::kernels {
 namespace {
 
-bool whole_sequences(const Sequences& sequences) {
-  for (int64_t b = 0; b < sequences.count(); ++b) {
-    if (sequences.cached_tokens(b) != 0) return false;
-  }
-  return true;
-}
-
 // x[i, c] of sequence b, counted from its first new row; before that the tail, or zero. The tail is read as
 // it was before the call: reference() updates it afterwards.
 double input_at(const ShortConv& args, int64_t b, int64_t i, int64_t c) {
@@ -38,16 +31,10 @@ absl::Status validate(const ShortConv& args) {
   RETURN_IF_ERROR(
       expect_that(op, args.tail.empty() == args.slots.empty(), "tail and slots: expected both or neither"));
   if (args.tail.empty()) {
-    return expect_that(op, whole_sequences(args.sequences),
-                       "tail: needed where a sequence has cached tokens");
+    return expect_that(op, args.sequences.whole(), "tail: needed where a sequence has cached tokens");
   }
   RETURN_IF_ERROR(expect_tensor(op, "tail", args.tail, DType::kF32, {-1, args.w.size(1) - 1, channels}));
-  RETURN_IF_ERROR(expect_tensor(op, "slots", args.slots, DType::kI32, {args.sequences.count()}));
-  for (int64_t b = 0; b < args.sequences.count() && on_host(args.slots); ++b) {
-    const int32_t slot = args.slots.i32()[b];
-    RETURN_IF_ERROR(expect_that(op, slot >= 0 && slot < args.tail.size(0), "slots: slot out of range"));
-  }
-  return absl::OkStatus();
+  return expect_slots(op, args.slots, args.sequences, args.tail.size(0));
 }
 
 absl::Status validate(const ShortConvBackward& args) {
@@ -57,8 +44,7 @@ absl::Status validate(const ShortConvBackward& args) {
   RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {channels, -1}));
   RETURN_IF_ERROR(expect_that(op, args.w.size(1) >= 1, "w: expected at least one tap"));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
-  RETURN_IF_ERROR(
-      expect_that(op, whole_sequences(args.sequences), "cached: expected whole sequences (all 0)"));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
   RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, channels}));
   RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, channels}));
   return expect_tensor(op, "dw", args.dw, DType::kF32, {channels, args.w.size(1)});

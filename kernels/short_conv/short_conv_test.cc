@@ -173,6 +173,9 @@ TEST(ShortConvTest, RefusesByName) {
   EXPECT_EQ(validate(args).message(), "short_conv: tail: f32 [2, 4, 8], expected f32 [*, 3, 8]");
   args.tail = pool.zeros(DType::kF32, {2, 3, 8});
   EXPECT_EQ(validate(args).message(), "short_conv: slots: slot out of range");
+  args.sequences = sequences_of(pool, {1, 1});
+  args.slots = pool.ints({2}, {1, 1});
+  EXPECT_EQ(validate(args).message(), "short_conv: slots: two sequences in one slot");
   args.sequences = sequences_of(pool, {3});
   EXPECT_EQ(validate(args).message(), "short_conv: row_begin must ascend from 0 to the number of rows");
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/sparse_mla/sparse_mla.h"
+#include "kernels/testing/batches.h"
 #include "kernels/testing/bench.h"
 
 namespace slipstream::kernels {
@@ -21,17 +22,12 @@ struct Call {
 Call make_call(testing::TensorPool& pool, int64_t batch, int64_t cached, int64_t fresh, int64_t heads,
                int64_t rank, int64_t rope, int64_t topk, DType dtype) {
   const int64_t tokens = batch * fresh, pages = (cached + fresh + kPageRows - 1) / kPageRows;
-  std::vector<int32_t> row_begin, table;
-  for (int64_t b = 0; b <= batch; ++b) row_begin.push_back(static_cast<int32_t>(b * fresh));
-  for (int64_t i = 0; i < batch * pages; ++i) table.push_back(static_cast<int32_t>(i));
   Call call;
   call.args = {
       .q = pool.random(DType::kF32, {tokens, heads, rank + rope}),
       .keys = {.pool = pool.random(dtype, {batch * pages, kPageRows, rank + rope}),
-               .page_table = pool.ints({batch, pages}, table)},
-      .sequences = {.row_begin = pool.ints({batch + 1}, row_begin),
-                    .cached = pool.ints({batch}, std::vector<int32_t>(static_cast<size_t>(batch),
-                                                                      static_cast<int32_t>(cached)))},
+               .page_table = testing::pages_in_turn(pool, batch, pages)},
+      .sequences = testing::even_sequences(pool, batch, {cached, fresh}),
       .indices = {},
       .counts = {},
       .scale = 1.0f / std::sqrt(static_cast<float>(rank + rope)),

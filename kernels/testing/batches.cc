@@ -19,6 +19,10 @@ Sequences make_sequences(TensorPool& pool, const std::vector<Length>& lengths) {
   return {.row_begin = pool.ints({count + 1}, begin), .cached = pool.ints({count}, cached)};
 }
 
+Sequences even_sequences(TensorPool& pool, int64_t count, Length length) {
+  return make_sequences(pool, std::vector<Length>(static_cast<size_t>(count), length));
+}
+
 Sequences sequences_of(TensorPool& pool, const std::vector<int32_t>& fresh, std::vector<int32_t> cached) {
   cached.resize(fresh.size(), 0);
   std::vector<Length> lengths;

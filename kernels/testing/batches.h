@@ -14,6 +14,8 @@ struct Length {
   int64_t cached, fresh;
 };
 Sequences make_sequences(TensorPool& pool, const std::vector<Length>& lengths);
+// `count` sequences, all of this length.
+Sequences even_sequences(TensorPool& pool, int64_t count, Length length);
 // Sequences with this many new tokens each; `cached` is 0 where it names none.
 Sequences sequences_of(TensorPool& pool, const std::vector<int32_t>& fresh, std::vector<int32_t> cached = {});
 

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "hwy/targets.h"
+
 namespace slipstream::kernels::testing {
 namespace {
 
@@ -129,6 +131,9 @@ void TensorPool::expect_fences_intact() const {
   }
 }
 
+ScopedTarget::ScopedTarget(int64_t target) { hwy::SetSupportedTargetsForTest(target); }
+ScopedTarget::~ScopedTarget() { hwy::SetSupportedTargetsForTest(0); }
+
 Stream& test_stream() {
   static const std::unique_ptr<Stream> stream = *Stream::create_cpu(2);
   return *stream;
@@ -145,9 +150,11 @@ void expect_near(const Tensor& actual, const Tensor& expected, float tolerance) 
   ASSERT_TRUE(actual.same_shape(expected)) << actual.describe() << " against " << expected.describe();
   const std::vector<double> a = values_of(actual), b = values_of(expected);
   double scale = 1.0;
-  for (double v : b) scale = std::max(scale, 1.0 + std::abs(v));
+  for (double v : b) {
+    if (std::isfinite(v)) scale = std::max(scale, 1.0 + std::abs(v));
+  }
   for (size_t i = 0; i < a.size(); ++i) {
-    if (!(std::abs(a[i] - b[i]) <= tolerance * scale)) {
+    if (!(a[i] == b[i] || std::abs(a[i] - b[i]) <= tolerance * scale)) {
       FAIL() << "element " << i << " of " << actual.describe() << ": " << a[i] << ", expected " << b[i];
     }
   }

@@ -46,11 +46,22 @@ class TensorPool {
   std::vector<Block> blocks_;
 };
 
+// While it lives, operators run the form compiled for this Highway target (HWY_AVX2, or one of
+// hwy::SupportedAndGeneratedTargets(); 0: the best one).
+class ScopedTarget {
+ public:
+  explicit ScopedTarget(int64_t target);
+  ~ScopedTarget();
+  ScopedTarget(const ScopedTarget&) = delete;
+  ScopedTarget& operator=(const ScopedTarget&) = delete;
+};
+
 // A CPU stream of two threads, made once a process; and one of a single thread.
 Stream& test_stream();
 Stream& single_thread_stream();
 
-// The tolerances of operator tests, in one place: |a - b| <= tolerance * (1 + max |b|).
+// The tolerances of operator tests, in one place: |a - b| <= tolerance * (1 + max |b|), of finite values; an
+// infinity must be the same infinity.
 float tolerance(DType weights);  // 2e-6 for f32, 2e-6 for bf16 (same rounded inputs, fp32 arithmetic)
 
 void expect_near(const Tensor& actual, const Tensor& expected, float tolerance);

@@ -13,6 +13,7 @@
 #define HWY_TARGET_INCLUDE "kernels/tests/lanes_test.cc"
 #include "hwy/foreach_target.h"
 #include "kernels/simd/lanes-inl.h"
+#include "kernels/testing/op_test.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -97,16 +98,17 @@ void check_functions() {
     EXPECT_LE(ulps(lanes_of(exp(broadcast(x)))[3], std::exp(static_cast<double>(x))), 1.0) << x;
     EXPECT_NEAR(lanes_of(sigmoid(broadcast(x)))[5], 1.0 / (1.0 + std::exp(-static_cast<double>(x))), 2e-7) << x;
   }
-  const auto at = [](Lanes (*function)(const Lanes&), float x) { return lanes_of(function(broadcast(x)))[0]; };
-  EXPECT_EQ(at(exp, 0.0f), 1.0f);
-  EXPECT_EQ(at(exp, -87.2f), 0.0f);
-  EXPECT_EQ(at(exp, -kInfinity), 0.0f);
-  EXPECT_EQ(at(exp, 89.0f), kInfinity);
-  EXPECT_EQ(at(exp, kInfinity), kInfinity);
-  EXPECT_TRUE(std::isnan(at(exp, kNaN)));
-  EXPECT_EQ(at(sigmoid, -kInfinity), 0.0f);
-  EXPECT_EQ(at(sigmoid, kInfinity), 1.0f);
-  EXPECT_TRUE(std::isnan(at(sigmoid, kNaN)));
+  const auto exp_of = [](float x) HWY_ATTR { return lanes_of(exp(broadcast(x)))[0]; };
+  const auto sigmoid_of = [](float x) HWY_ATTR { return lanes_of(sigmoid(broadcast(x)))[0]; };
+  EXPECT_EQ(exp_of(0.0f), 1.0f);
+  EXPECT_EQ(exp_of(-87.2f), 0.0f);
+  EXPECT_EQ(exp_of(-kInfinity), 0.0f);
+  EXPECT_EQ(exp_of(89.0f), kInfinity);
+  EXPECT_EQ(exp_of(kInfinity), kInfinity);
+  EXPECT_TRUE(std::isnan(exp_of(kNaN)));
+  EXPECT_EQ(sigmoid_of(-kInfinity), 0.0f);
+  EXPECT_EQ(sigmoid_of(kInfinity), 1.0f);
+  EXPECT_TRUE(std::isnan(sigmoid_of(kNaN)));
 }
 
 void check_for_lanes() {
@@ -141,12 +143,9 @@ HWY_EXPORT(check_lanes);
 TEST(LanesTest, EveryTarget) {
   for (const int64_t target : hwy::SupportedAndGeneratedTargets()) {
     SCOPED_TRACE(hwy::TargetName(target));
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    const testing::ScopedTarget chosen(target);
     HWY_DYNAMIC_DISPATCH(check_lanes)();
   }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
 }  // namespace

@@ -14,6 +14,8 @@ constexpr int64_t kRankMax = 1 << 16;
 constexpr int64_t kHeadsMax = 1 << 12;
 constexpr int64_t kHeadDimMax = 1 << 12;
 constexpr int64_t kExpertsMax = 1 << 18;   // over all layers
+constexpr int64_t kPositionsMax = 1 << 30; // batches hold positions as int32
+constexpr double kThetaMax = 1e30;         // its powers are computed in fp32
 
 // A per-layer list of words must name every layer; entries are matched by `accept`.
 template <class Accept>
@@ -31,7 +33,7 @@ void read_backbone(JsonReader& reader, ModelConfig& config) {
   config.hidden = reader.require_int("hidden_size", 1, kHiddenMax);
   config.intermediate = reader.require_int("intermediate_size", 1, kWidthMax);
   config.layers.resize(static_cast<size_t>(reader.require_int("num_hidden_layers", 1, kLayersMax)));
-  config.max_positions = reader.get_int("max_position_embeddings", int64_t{1} << 30, 1);
+  config.max_positions = reader.get_int("max_position_embeddings", kPositionsMax, 1, kPositionsMax);
   config.norm_eps = static_cast<float>(reader.get_number("rms_norm_eps", 1e-5, 1e-30, 1.0));
   config.mtp_layers = reader.get_int("num_nextn_predict_layers", 0, 0, 1);
   config.init_std = static_cast<float>(reader.get_number("initializer_range", 0.02, 0.0, 10.0));
@@ -45,8 +47,8 @@ void read_rope_theta(JsonReader& reader, ModelConfig& config) {
   const std::string type = rope.get_string("rope_type", "default");
   if (type != "default") rope.fail("rope_type", "\"default\"");
   if (reader.has("rope_scaling")) reader.fail("rope_scaling", "null: only the default rope type is implemented");
-  config.rope_theta = rope.has("rope_theta") ? rope.require_number("rope_theta", 1e-3)
-                                             : reader.get_number("rope_theta", 10000.0, 1e-3);
+  config.rope_theta = rope.has("rope_theta") ? rope.require_number("rope_theta", 1e-3, kThetaMax)
+                                             : reader.get_number("rope_theta", 10000.0, 1e-3, kThetaMax);
   reader.adopt(rope.status());
 }
 

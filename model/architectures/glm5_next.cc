@@ -56,7 +56,7 @@ void read_glm5_next(JsonReader& reader, ModelConfig& config) {
   JsonReader inner = reader.object("text_config");
   JsonReader& text = nested ? inner : reader;
   read_backbone(text, config);
-  config.swiglu_limit = static_cast<float>(text.get_number("swiglu_limit", 10.0, 1e-6));
+  config.swiglu_limit = static_cast<float>(text.get_number("swiglu_limit", 10.0, 1e-6, 1e30));
   read_attention_kinds(text, config);
   config.mtp.attention = AttentionKind::kMla;
   config.kda = read_kda(text);

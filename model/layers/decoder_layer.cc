@@ -106,8 +106,7 @@ void DecoderLayer::forward(const LayerWeights& w, const Tensor& state, const Ten
     const Tensor x = enter(w.attn_hyper, w.input_norm, state, s.attention, keep, step);
     if (mla_) {
       const bool replayed = runs_indexer() && !replay.selection.empty();
-      s.attention.y = mla_->forward(w.mla, x, cache, replayed ? replay.selection : selection, replayed,
-                                    keep ? &s.mla : nullptr, step);
+      s.attention.y = mla_->forward(w.mla, x, cache, selection, replayed, keep ? &s.mla : nullptr, step);
     }
     if (gqa_) s.attention.y = gqa_->forward(w.gqa, x, cache, keep ? &s.gqa : nullptr, step);
     if (kda_) s.attention.y = kda_->forward(w.kda, x, cache, keep ? &s.kda : nullptr, step);

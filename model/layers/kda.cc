@@ -88,8 +88,9 @@ Tensor KdaAttention::backward(const Weights& w, const Saved& s, const Tensor& dy
   const Tensor dlog_decay = step.island({tokens, h, d}), dbeta = step.island({tokens, h});
   kernels::launch(
       kernels::KdaBackward{.q = s.q_hat, .k = s.k_hat, .log_decay = s.log_decay, .beta = s.beta,
-                           .sequences = batch.sequences, .span_states = s.span_states, .r = s.r, .d_o = d_o.view({tokens, h, d}), .dq = dq_hat, .dk = dk_hat, .dlog_decay = dlog_decay,
-                           .dv = third(dmixed, 2, h), .dbeta = dbeta},
+                           .sequences = batch.sequences, .span_states = s.span_states, .r = s.r,
+                           .d_o = d_o.view({tokens, h, d}), .dq = dq_hat, .dk = dk_hat,
+                           .dlog_decay = dlog_decay, .dv = third(dmixed, 2, h), .dbeta = dbeta},
       step.stream);
   const Tensor ddecay_logit = step.island({tokens, h, d}), dbeta_logit = step.island({tokens, h});
   kernels::launch(

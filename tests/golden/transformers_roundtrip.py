@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What we save, transformers loads, and computes the same with.
 
-usage: transformers_roundtrip.py SLIPSTREAM FIXTURE_DIR...
+usage: transformers_roundtrip.py SLIPSTREAM FIXTURE_DIR_OR_PRESET...
 
-For each fixture: `slipstream convert` to fp32 in several shards, load original and copy with transformers, compare logits
+For each fixture, or random checkpoint that `slipstream init` makes of a preset: `slipstream convert` to fp32 in several shards, load original and copy with transformers, compare logits
 (equal to the bit: the weights are) and greedy ids; then compare `slipstream logprobs` with transformers' log-softmax.
 Exits 77, which ctest counts as skipped, when torch or transformers is not installed.
 """
@@ -31,7 +31,10 @@ def main():
 
     failures = 0
     for fixture in fixtures:
-        with tempfile.TemporaryDirectory() as copy:
+        with tempfile.TemporaryDirectory() as copy, tempfile.TemporaryDirectory() as made:
+            if not os.path.isdir(fixture):
+                subprocess.run([slipstream, "init", os.path.join(made, fixture), "--config", fixture, "--seed", "1"], check=True)
+                fixture = os.path.join(made, fixture)
             subprocess.run([slipstream, "convert", fixture, copy, "--dtype", "fp32", "--shard-bytes", "300000"], check=True)
             assert os.path.exists(os.path.join(copy, "model.safetensors.index.json")), "expected several shards"
             ids = torch.arange(3, 93)[None] * 7 % 250 + 3

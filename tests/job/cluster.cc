@@ -4,8 +4,8 @@
 
 namespace slipstream::testing {
 
-SmallJob make_cluster_job(const std::string& directory, int first_port,
-                          std::vector<std::pair<std::string, std::string>> more) {
+ClusterJob make_cluster_job(const std::string& directory, std::vector<std::pair<std::string, std::string>> more) {
+  const int first_port = unused_ports(4);
   const auto address = [&](int i) { return absl::StrCat("127.0.0.1:", first_port + i); };
   more.insert(more.end(), {{"learner", "reply_timeout_ms: 300"},
                            {"learner", "address: " + address(1)},
@@ -13,17 +13,17 @@ SmallJob make_cluster_job(const std::string& directory, int first_port,
                            {"gateway", "learner_address: tcp://" + address(3)},
                            {"metrics", "gateway: 127.0.0.1:0"},
                            {"metrics", "learner: 127.0.0.1:0"}});
-  SmallJob job = make_small_job(directory, more);
+  const ClusterJob job{make_small_job(directory, more), address(0)};
   // The environment is one more process that may die: the gateway is told where it is and does not start it.
   std::string yaml = read_file(job.config);
   const size_t begin = yaml.find("  command: ["), end = yaml.find('\n', begin);
-  yaml.replace(begin, end - begin, "  address: " + address(0));
+  yaml.replace(begin, end - begin, "  address: " + job.environment_address);
   write_file(job.config, yaml);
   return job;
 }
 
-Cluster::Cluster(const SmallJob& job, int first_port, int learner_ranks) : job_(job) {
-  commands_["environment"] = {environment_binary("arithmetic_env"), "--address", absl::StrCat("127.0.0.1:", first_port)};
+Cluster::Cluster(const ClusterJob& job, int learner_ranks) : job_(job) {
+  commands_["environment"] = {environment_binary("arithmetic_env"), "--address", job.environment_address};
   commands_["gateway"] = {slipstream_binary(), "gateway", "-c", job.config};
   commands_["rollout-0"] = {slipstream_binary(), "rollout", "-c", job.config};
   commands_["rollout-1"] = {slipstream_binary(), "rollout", "-c", job.config, "--worker-id", "worker-1"};

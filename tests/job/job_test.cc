@@ -87,10 +87,10 @@ TEST(ResumedJob, GoesOnWhereItStopped) {
 }
 
 TEST(SeparateRoles, TrainAsTheOneProcessDoes) {
-  constexpr int kSteps = 12, kPort = 21'390;
+  constexpr int kSteps = 12;
   const TemporaryDirectory directory;
-  const SmallJob job = make_cluster_job(directory.path(), kPort, {{"learner", absl::StrCat("steps: ", kSteps)}});
-  Cluster cluster(job, kPort, /*learner_ranks=*/2);
+  const ClusterJob job = make_cluster_job(directory.path(), {{"learner", absl::StrCat("steps: ", kSteps)}});
+  Cluster cluster(job, /*learner_ranks=*/2);
   const std::optional<int> code = cluster["learner"].wait(seconds(300));
   ASSERT_TRUE(code.has_value()) << cluster.outputs();
   EXPECT_EQ(*code, 0) << cluster.outputs();

@@ -1,10 +1,10 @@
 #include "tests/job/small_job.h"
 
-#include <filesystem>
 #include <map>
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 
 namespace slipstream::testing {
 
@@ -62,38 +62,53 @@ int64_t SmallJob::step() const {
   return lines.empty() || !lines.back().is_object() ? 0 : lines.back().value("step", int64_t{0});
 }
 
-std::vector<std::string> broken_invariants(const SmallJob& job) {
-  std::vector<std::string> out;
-  const std::vector<nlohmann::json> lines = job.metrics();
-  if (lines.empty()) out.push_back("metrics.jsonl is empty");
+namespace {
+
+void check_lines(const std::vector<nlohmann::json>& lines, std::vector<std::string>* out) {
+  if (lines.empty()) out->push_back("metrics.jsonl is empty");
   int64_t before = 0;
   for (const nlohmann::json& line : lines) {
     if (!line.is_object()) {
-      out.push_back("metrics.jsonl holds a line that is no JSON object");
+      out->push_back("metrics.jsonl holds a line that is no JSON object");
       continue;
     }
     const int64_t step = line["step"];
-    if (step != before + 1) out.push_back(absl::StrCat("step ", step, " follows step ", before));
+    if (step != before + 1) out->push_back(absl::StrCat("step ", step, " follows step ", before));
     before = step;
-    if (line["produced"] != line["trained"].get<int64_t>() + line["dropped"].get<int64_t>() + line["queued"].get<int64_t>()) {
-      out.push_back(absl::StrCat("step ", step, ": trajectories are not conserved: ", line.dump()));
+    const auto count = [&](const char* name) { return line[name].get<int64_t>(); };
+    if (count("produced") != count("trained") + count("dropped") + count("queued")) {
+      out->push_back(absl::StrCat("step ", step, ": trajectories are not conserved: ", line.dump()));
     }
     if (!line["mismatch_abs_max"].is_null() && line["mismatch_abs_max"] != 0.0) {
-      out.push_back(absl::StrCat("step ", step, ": mismatch ", line["mismatch_abs_max"].dump()));
+      out->push_back(absl::StrCat("step ", step, ": mismatch ", line["mismatch_abs_max"].dump()));
     }
   }
-  std::map<std::string, std::string> step_of;
-  std::error_code error;
-  for (const auto& file : std::filesystem::directory_iterator(job.run() + "/rollouts", error)) {
-    std::set<std::string> here;
-    for (const std::string& text : read_lines(file.path())) {
+}
+
+}  // namespace
+
+std::vector<std::string> broken_invariants(const SmallJob& job) {
+  std::vector<std::string> out;
+  const std::vector<nlohmann::json> lines = job.metrics();
+  check_lines(lines, &out);
+  std::map<std::string, int64_t> step_of;
+  for (const nlohmann::json& line : lines) {
+    if (!line.is_object() || line["phase"] != "rl") continue;
+    const int64_t step = line["step"];
+    const std::vector<std::string> rollouts = read_lines(absl::StrFormat("%s/rollouts/step_%06d.jsonl", job.run(), step));
+    if (rollouts.empty()) out.push_back(absl::StrCat("step ", step, " left no rollouts"));
+    std::set<std::string> ids;
+    for (const std::string& text : rollouts) {
       const nlohmann::json rollout = nlohmann::json::parse(text, nullptr, false);
-      if (!rollout.is_object()) continue;
-      here.insert(rollout.value("rollout_id", ""));
+      if (!rollout.is_object()) {
+        out.push_back(absl::StrCat("the rollouts of step ", step, " hold a line that is no JSON object"));
+        continue;
+      }
+      ids.insert(rollout.value("rollout_id", ""));
     }
-    for (const std::string& id : here) {
-      const auto [place, fresh] = step_of.try_emplace(id, file.path().filename());
-      if (!fresh) out.push_back(absl::StrCat(id, " is in ", place->second, " and in ", file.path().filename().string()));
+    for (const std::string& id : ids) {
+      const auto [place, fresh] = step_of.try_emplace(id, step);
+      if (!fresh) out.push_back(absl::StrCat(id, " was trained in step ", place->second, " and in step ", step));
     }
   }
   return out;

@@ -18,15 +18,15 @@ struct SmallJob {
   std::vector<nlohmann::json> metrics() const;
   // The last step written, 0 before the first.
   int64_t step() const;
-  std::string log(const std::string& role) const { return read_file(run() + "/logs/" + role + ".log"); }
 };
 
 // `more` is appended to the YAML of its section: {{"rl", "max_staleness: 0"}, ...}.
 SmallJob make_small_job(const std::string& directory,
                         const std::vector<std::pair<std::string, std::string>>& more = {});
 
-// Checks that hold for every run at its end: trajectories are conserved, no rollout id stands in two steps, the log-prob
-// difference on tokens of the learner's own version is exactly 0 wherever there were any. Returns complaints.
+// Checks that hold for every run at its end: steps follow each other, trajectories are conserved, every RL step left its
+// rollouts, no rollout id stands in two steps, the log-prob difference on tokens of the learner's own version is exactly 0
+// wherever there were any. Returns complaints.
 std::vector<std::string> broken_invariants(const SmallJob& job);
 
 const std::string& slipstream_binary();

@@ -1,7 +1,5 @@
 #include "tests/learning/batches.h"
 
-#include <stdlib.h>
-
 #include <cmath>
 
 namespace slipstream::learner::testing {
@@ -31,7 +29,8 @@ v1::Trajectory make_trajectory(const BatchShape& shape, int64_t vocab, uint64_t 
   out.set_num_turns(1);
   out.set_min_policy_version(shape.policy_version);
   v1::Sample& sample = *out.add_samples();
-  const int actions = shape.action_tokens - static_cast<int>(key % static_cast<uint64_t>(shape.action_tokens / 2 + 1));
+  const int actions =
+      shape.action_tokens - static_cast<int>(key % static_cast<uint64_t>(shape.action_tokens / 2 + 1));
   v1::Span* span = sample.add_spans();
   span->set_kind(v1::SPAN_KIND_PROMPT);
   span->set_length(shape.prompt_tokens);
@@ -40,7 +39,8 @@ v1::Trajectory make_trajectory(const BatchShape& shape, int64_t vocab, uint64_t 
   span->set_length(actions);
   for (int i = 0; i < shape.prompt_tokens + actions; ++i) {
     const uint64_t of = i < shape.prompt_tokens ? mix(number) : key;  // members of a group share the prompt
-    sample.add_ids(static_cast<int32_t>(mix(of + static_cast<uint64_t>(i) * 77) % static_cast<uint64_t>(vocab)));
+    sample.add_ids(
+        static_cast<int32_t>(mix(of + static_cast<uint64_t>(i) * 77) % static_cast<uint64_t>(vocab)));
   }
   for (int i = 0; i < actions; ++i) {
     sample.add_action_logprobs(-2.0f);
@@ -70,14 +70,16 @@ v1::Group make_group(const BatchShape& shape, int64_t vocab, uint64_t number) {
 
 v1::Batch make_batch(const BatchShape& shape, int64_t vocab, uint64_t first_group) {
   v1::Batch batch;
-  for (int g = 0; g < shape.groups; ++g) *batch.add_groups() = make_group(shape, vocab, first_group + static_cast<uint64_t>(g));
+  for (int g = 0; g < shape.groups; ++g)
+    *batch.add_groups() = make_group(shape, vocab, first_group + static_cast<uint64_t>(g));
   return batch;
 }
 
 v1::Group make_demonstration(const BatchShape& shape, int64_t vocab, uint64_t number) {
   v1::Group group;
   group.set_group_id(absl::StrCat("demo-", number));
-  v1::Trajectory trajectory = make_trajectory(shape, vocab, number % 8, 0);  // few, so that they can be learned
+  v1::Trajectory trajectory =
+      make_trajectory(shape, vocab, number % 8, 0);  // few, so that they can be learned
   trajectory.set_rollout_id(absl::StrCat("demo-", number));
   trajectory.set_group_id(group.group_id());
   trajectory.set_kind(v1::TRAJECTORY_KIND_DEMONSTRATION);
@@ -91,7 +93,8 @@ v1::Group make_demonstration(const BatchShape& shape, int64_t vocab, uint64_t nu
   return group;
 }
 
-void set_rollout_logprobs(Trainer& trainer, const model::ModelConfig& config, double noise, v1::Batch* batch) {
+void set_rollout_logprobs(Trainer& trainer, const model::ModelConfig& config, double noise,
+                          v1::Batch* batch) {
   const TrainingBatch scored = training_batch(*batch, config);
   const absl::StatusOr<GradientResult> result = trainer.compute_gradient(scored, "sft");
   CHECK_OK(result.status());
@@ -101,7 +104,8 @@ void set_rollout_logprobs(Trainer& trainer, const model::ModelConfig& config, do
       for (v1::Sample& sample : *trajectory.mutable_samples()) {
         for (int i = 0; i < sample.action_logprobs_size(); ++i) {
           const double wave = std::sin(static_cast<double>(s) * 1.3 + static_cast<double>(i) * 2.1);
-          sample.set_action_logprobs(i, static_cast<float>(result->learner_logprob[s][static_cast<size_t>(i)] + noise * wave));
+          sample.set_action_logprobs(
+              i, static_cast<float>(result->learner_logprob[s][static_cast<size_t>(i)] + noise * wave));
         }
         ++s;
       }
@@ -109,13 +113,19 @@ void set_rollout_logprobs(Trainer& trainer, const model::ModelConfig& config, do
   }
 }
 
-TrainingBatch training_batch(const v1::Batch& message, const model::ModelConfig& config, v1::TrajectoryKind kind) {
-  return make_training_batch(
-      message, {.vocab = config.vocab, .max_positions = config.max_positions, .kind = kind, .advantages = {}, .trained = nullptr},
-      quiet_logger());
+TrainingBatch training_batch(const v1::Batch& message, const model::ModelConfig& config,
+                             v1::TrajectoryKind kind) {
+  return make_training_batch(message,
+                             {.vocab = config.vocab,
+                              .max_positions = config.max_positions,
+                              .kind = kind,
+                              .advantages = {},
+                              .trained = nullptr},
+                             quiet_logger());
 }
 
-Bench::Bench(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, int threads, parallel::Group& group) {
+Bench::Bench(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, int threads,
+             parallel::Group& group) {
   stream = *kernels::Stream::create_cpu(threads);
   absl::StatusOr<PolicyWeights> loaded = PolicyWeights::load(dir, dtype, *stream);
   CHECK_OK(loaded.status());
@@ -136,7 +146,8 @@ std::string master_bytes(const PolicyWeights& weights) {
 std::vector<float> flat(const model::WeightStore& store) {
   std::vector<float> out;
   for (const auto& entry : store.entries()) {
-    if (!entry.tensor.empty()) out.insert(out.end(), entry.tensor.f32(), entry.tensor.f32() + entry.tensor.numel());
+    if (!entry.tensor.empty())
+      out.insert(out.end(), entry.tensor.f32(), entry.tensor.f32() + entry.tensor.numel());
   }
   return out;
 }

@@ -24,7 +24,8 @@ struct BatchShape {
   float temperature = 1.0f;
 };
 
-// Group `number` of an endless, fixed sequence of them: rewards differ inside each group; rollout log-probs are a guess (-2).
+// Group `number` of an endless, fixed sequence of them: rewards differ inside each group; rollout log-probs
+// are a guess (-2).
 v1::Group make_group(const BatchShape& shape, int64_t vocab, uint64_t number);
 v1::Batch make_batch(const BatchShape& shape, int64_t vocab, uint64_t first_group = 0);
 // The same as demonstrations: groups of one, no log-probs.
@@ -42,7 +43,8 @@ struct Bench {
   std::unique_ptr<PolicyWeights> weights;
   std::unique_ptr<Trainer> trainer;
 
-  Bench(const std::string& dir, const TrainerOptions& options = {}, kernels::DType dtype = kernels::DType::kF32, int threads = 1,
+  Bench(const std::string& dir, const TrainerOptions& options = {},
+        kernels::DType dtype = kernels::DType::kF32, int threads = 1,
         parallel::Group& group = parallel::self_group());
   const model::ModelConfig& config() const { return weights->config(); }
 };

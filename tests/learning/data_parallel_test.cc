@@ -1,5 +1,6 @@
-// Goal: two ranks train as one does, up to the rounding of sums; repeated runs agree bit for bit; ranks stay equal; each figure of a
-// step is the same on every rank and the same as without ranks. Run by mpirun; every rank checks.
+// Goal: two ranks train as one does, up to the rounding of sums; repeated runs agree bit for bit; ranks stay
+// equal; each figure of a step is the same on every rank and the same as without ranks. Run by mpirun; every
+// rank checks.
 #include <cmath>
 #include <cstdio>
 
@@ -16,7 +17,8 @@ using testing::Bench;
 constexpr int64_t kVocab = 97;
 
 std::vector<float> gradient(Bench& bench, const v1::Batch& message, GradientResult* result) {
-  auto computed = bench.trainer->compute_gradient(testing::training_batch(message, bench.config()), "double_sided");
+  auto computed =
+      bench.trainer->compute_gradient(testing::training_batch(message, bench.config()), "double_sided");
   CHECK_OK(computed.status());
   *result = *std::move(computed);
   return testing::flat(bench.trainer->gradients());
@@ -48,17 +50,21 @@ void gradients_agree(parallel::Group& group, const std::string& model) {
   }
   CHECK_LE(std::sqrt(difference), 1e-5 * std::sqrt(norm));
   for (int step = 0; step < 3; ++step) {
-    CHECK(together.trainer->step(testing::training_batch(batch, together.config()), "double_sided", 1e-3)->updated);
+    CHECK(together.trainer->step(testing::training_batch(batch, together.config()), "double_sided", 1e-3)
+              ->updated);
   }
   check_same_on_all_ranks(group, testing::master_bytes(*together.weights));
 }
 
-// The whole learner: rank 0 talks to the gateway, the other follows, both end alike, also when stopped and when it fails.
+// The whole learner: rank 0 talks to the gateway, the other follows, both end alike, also when stopped and
+// when it fails.
 void learner_runs(parallel::Group& group, const std::string& dir) {
   std::unique_ptr<testing::FakeGateway> gateway;
   if (group.rank() == 0) {
     testing::FakeGatewayOptions options;
-    options.group = [](uint64_t number, int version) { return testing::make_group({.policy_version = version}, kVocab, number); };
+    options.group = [](uint64_t number, int version) {
+      return testing::make_group({.policy_version = version}, kVocab, number);
+    };
     options.demonstration = [](uint64_t number) { return testing::make_demonstration({}, kVocab, number); };
     gateway = std::make_unique<testing::FakeGateway>(std::move(options));
   }
@@ -93,7 +99,8 @@ void learner_runs(parallel::Group& group, const std::string& dir) {
     } else {
       CHECK(absl::IsCancelled(status));
     }
-    check_same_on_all_ranks(group, absl::StrCat((*learner)->step(), " ", (*learner)->policy_version(), " ", status.ToString()));
+    check_same_on_all_ranks(
+        group, absl::StrCat((*learner)->step(), " ", (*learner)->policy_version(), " ", status.ToString()));
   }
   if (gateway != nullptr) {
     CHECK_EQ(gateway->trained().size(), size_t{4 * 2 * 4});

@@ -1,7 +1,6 @@
 #include "tests/learning/fake_gateway.h"
 
 #include <chrono>
-#include <future>
 
 #include "absl/strings/str_cat.h"
 #include "common/check.h"
@@ -12,42 +11,44 @@ namespace slipstream::learner::testing {
 FakeGateway::FakeGateway(FakeGatewayOptions options) : options_(std::move(options)) {
   std::promise<std::string> bound;
   std::future<std::string> address = bound.get_future();
-  thread_ = std::jthread([this, bound = std::move(bound)](std::stop_token stop) mutable {
-    zmq::context_t context(1);
-    zmq::socket_t socket(context, zmq::socket_type::router);
-    socket.set(zmq::sockopt::linger, 0);
-    socket.bind("tcp://127.0.0.1:*");
-    bound.set_value(socket.get(zmq::sockopt::last_endpoint));
-    std::string last_peer;
-    int received = 0;
-    while (!stop.stop_requested()) {
-      zmq::pollitem_t item{socket.handle(), 0, ZMQ_POLLIN, 0};
-      zmq::poll(&item, 1, std::chrono::milliseconds(5));
-      const auto send = [&](const std::string& bytes) {
-        static_cast<void>(socket.send(zmq::buffer(last_peer), zmq::send_flags::sndmore));
-        static_cast<void>(socket.send(zmq::buffer(bytes), zmq::send_flags::none));
-      };
-      if (garbage_.exchange(false) && !last_peer.empty()) send("\xff\xff no message");
-      zmq::message_t peer, body;
-      while (socket.recv(peer, zmq::recv_flags::dontwait)) {
-        CHECK(socket.recv(body).has_value());
-        last_peer = peer.to_string();
-        if (options_.drop_every > 0 && ++received % options_.drop_every == 0) continue;
-        v1::LearnerMessage message;
-        CHECK(message.ParseFromString(body.to_string()));
-        std::vector<v1::GatewayMessage> answers;
-        {
-          const absl::MutexLock lock(&mutex_);
-          answers = answer(message);
-        }
-        if (message.has_commit() && lose_commit_reply_.exchange(false)) continue;
-        for (int i = 0; i < options_.repeat_replies; ++i) {
-          for (const v1::GatewayMessage& reply : answers) send(reply.SerializeAsString());
-        }
+  thread_ = std::jthread([this, bound = std::move(bound)](std::stop_token stop) mutable { serve(stop, bound); });
+  address_ = address.get();
+}
+
+void FakeGateway::serve(std::stop_token stop, std::promise<std::string>& bound) {
+  zmq::context_t context(1);
+  zmq::socket_t socket(context, zmq::socket_type::router);
+  socket.set(zmq::sockopt::linger, 0);
+  socket.bind(options_.address);
+  bound.set_value(socket.get(zmq::sockopt::last_endpoint));
+  std::string last_peer;
+  int received = 0;
+  const auto send = [&](const std::string& bytes) {
+    static_cast<void>(socket.send(zmq::buffer(last_peer), zmq::send_flags::sndmore));
+    static_cast<void>(socket.send(zmq::buffer(bytes), zmq::send_flags::none));
+  };
+  while (!stop.stop_requested()) {
+    zmq::pollitem_t item{socket.handle(), 0, ZMQ_POLLIN, 0};
+    zmq::poll(&item, 1, std::chrono::milliseconds(5));
+    if (garbage_.exchange(false) && !last_peer.empty()) send("\xff\xff no message");
+    zmq::message_t peer, body;
+    while (socket.recv(peer, zmq::recv_flags::dontwait)) {
+      CHECK(socket.recv(body).has_value());
+      last_peer = peer.to_string();
+      if (options_.drop_every > 0 && ++received % options_.drop_every == 0) continue;
+      v1::LearnerMessage message;
+      CHECK(message.ParseFromString(body.to_string()));
+      std::vector<v1::GatewayMessage> answers;
+      {
+        const absl::MutexLock lock(&mutex_);
+        answers = answer(message);
+      }
+      if (message.has_commit() && lose_commit_reply_.exchange(false)) continue;
+      for (int i = 0; i < options_.repeat_replies; ++i) {
+        for (const v1::GatewayMessage& reply : answers) send(reply.SerializeAsString());
       }
     }
-  });
-  address_ = address.get();
+  }
 }
 
 FakeGateway::~FakeGateway() = default;
@@ -68,9 +69,11 @@ std::vector<v1::GatewayMessage> FakeGateway::answer(const v1::LearnerMessage& me
     incarnation_ = message.hello().incarnation();
     delivered_.clear();
     reply.mutable_hello_reply()->set_incarnation(incarnation_);
+    reply.mutable_hello_reply()->set_log_id("log");
     return {reply};
   }
-  const int64_t incarnation = message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();
+  const int64_t incarnation =
+      message.has_commit() ? message.commit().incarnation() : message.batch_request().incarnation();
   if (incarnation != incarnation_) {
     reply.mutable_refused()->set_code(9);  // FAILED_PRECONDITION
     reply.mutable_refused()->set_message("say Hello first");
@@ -113,7 +116,8 @@ std::vector<v1::GatewayMessage> FakeGateway::batch(const v1::BatchRequest& reque
       const v1::Group group = options_.group(number, request.policy_version());
       bool settled = true;
       for (const v1::Trajectory& trajectory : group.trajectories()) {
-        settled = settled && (trained_.contains(trajectory.rollout_id()) || dropped_.contains(trajectory.rollout_id()));
+        settled = settled &&
+                  (trained_.contains(trajectory.rollout_id()) || dropped_.contains(trajectory.rollout_id()));
       }
       if (!settled) mine.push_back(number);
     }
@@ -161,6 +165,13 @@ std::vector<v1::Commit> FakeGateway::commits() const {
 std::vector<v1::BatchRequest> FakeGateway::requests() const {
   const absl::MutexLock lock(&mutex_);
   return requests_;
+}
+bool FakeGateway::wait_for_commit(int64_t step) const {
+  const auto came = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !commits_.empty() && commits_.back().step() >= step;
+  };
+  const absl::MutexLock lock(&mutex_);
+  return mutex_.AwaitWithTimeout(absl::Condition(&came), absl::Minutes(1));
 }
 bool FakeGateway::heard_final() const {
   const absl::MutexLock lock(&mutex_);

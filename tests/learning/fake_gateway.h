@@ -1,9 +1,10 @@
-// The gateway's end of the line to the learner, without a gateway: an endless sequence of groups, delivered, committed and
-// delivered again as the contract says, with faults on demand.
+// The gateway's end of the line to the learner, without a gateway: an endless sequence of groups, delivered,
+// committed and delivered again as the contract says, with faults on demand.
 #pragma once
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <map>
 #include <set>
 #include <string>
@@ -17,8 +18,9 @@
 namespace slipstream::learner::testing {
 
 struct FakeGatewayOptions {
-  std::function<v1::Group(uint64_t number, int policy_version)> group;          // rollouts
+  std::function<v1::Group(uint64_t number, int policy_version)> group;  // rollouts
   std::function<v1::Group(uint64_t number)> demonstration;
+  std::string address = "tcp://127.0.0.1:*";
   int parts = 1;                 // a batch comes in so many messages
   int drop_every = 0;            // every n-th message from the learner is lost; 0: none
   int repeat_replies = 1;        // each answer is sent so often
@@ -32,7 +34,8 @@ class FakeGateway {
   FakeGateway(const FakeGateway&) = delete;
 
   std::string address() const { return address_; }
-  // As after SIGKILL: what is on disk (committed ids) stays, who the learner is and what was delivered is forgotten.
+  // As after SIGKILL: what is on disk (committed ids) stays, who the learner is and what was delivered is
+  // forgotten.
   void restart();
   // The next answer to a Commit is not sent (the gateway dies between writing and replying).
   void lose_next_commit_reply() { lose_commit_reply_ = true; }
@@ -43,14 +46,18 @@ class FakeGateway {
   std::map<std::string, std::string> dropped() const;  // id -> reason
   std::vector<v1::Hello> hellos() const;
   std::vector<v1::Commit> commits() const;
-  std::vector<v1::BatchRequest> requests() const;    // repeated ones included
+  std::vector<v1::BatchRequest> requests() const;  // repeated ones included
   bool heard_final() const;
+  // Returns when a commit of this step or a later one has come; false after a minute without.
+  bool wait_for_commit(int64_t step) const;
 
  private:
-  void serve(std::stop_token stop);
+  // The thread: tells where it is bound, then answers.
+  void serve(std::stop_token stop, std::promise<std::string>& bound);
   std::vector<v1::GatewayMessage> answer(const v1::LearnerMessage& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void record(const v1::Commit& commit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  std::vector<v1::GatewayMessage> batch(const v1::BatchRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<v1::GatewayMessage> batch(const v1::BatchRequest& request)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   v1::Counts counts() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   FakeGatewayOptions options_;

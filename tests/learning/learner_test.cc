@@ -1,17 +1,20 @@
-// Goal: the whole loop against a gateway's end of the line: warm-up, RL, publications, commits; stopped, killed at every window
-// and restarted it trains every trajectory once and ends with the same weights; a lost or restarted gateway costs nothing.
+// Goal: the whole loop against a gateway's end of the line: warm-up, RL, publications, commits; stopped,
+// killed at every window and restarted it trains every trajectory once and ends with the same weights; a lost
+// or restarted gateway costs nothing.
 #include "learner/learner.h"
 
-#include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 
+#include "absl/strings/str_format.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "tests/learning/batches.h"
 #include "tests/learning/fake_gateway.h"
+#include "tests/testing/process.h"
 
 namespace slipstream::learner {
 namespace {
@@ -40,7 +43,8 @@ class LearnerTest : public ::testing::Test {
     config.steps = 6;
     config.loss.options = {.clip_low = 1.0, .clip_high = 1e6};  // the made-up log-probs are far off
     config.optimizer.learning_rate = 1e-3;
-    config.warmup = {.steps = 5, .batch = 4, .learning_rate = 1e-3, .until_probability = 1.0, .checkpoint_every = 2};
+    config.warmup = {
+        .steps = 5, .batch = 4, .learning_rate = 1e-3, .until_probability = 1.0, .checkpoint_every = 2};
     config.reply_timeout_ms = 50;
     config.log_rollouts = 1000;
     job.run_parent = dir.path();
@@ -58,6 +62,7 @@ class LearnerTest : public ::testing::Test {
     ASSIGN_OR_RETURN(const std::unique_ptr<Learner> learner, open(gateway));
     std::stop_source stop;
     Observers observers;
+    observers.scalars = board(*learner);
     observers.step = [&](const StepReport& report) {
       reports.push_back(report);
       if (go_on && !go_on(report)) stop.request_stop();
@@ -75,13 +80,75 @@ class LearnerTest : public ::testing::Test {
     return out;
   }
 
+  // A board for scalars. What a life says from its first step on supersedes what earlier ones said, as in
+  // TensorBoard.
+  ScalarSink board(const Learner& learner) const {
+    const auto out = std::make_shared<std::ofstream>(job.run_parent + "/board", std::ios::app);
+    *out << nlohmann::json({{"first_step", learner.step()}}) << std::endl;
+    return [out](int64_t step, const std::vector<std::pair<std::string, double>>& values) {
+      nlohmann::json point = {{"step", step}};
+      for (const auto& [name, value] : values) point[name] = value;
+      *out << point << std::endl;
+    };
+  }
+  std::vector<nlohmann::json> board_points() const {
+    std::vector<nlohmann::json> out;
+    std::ifstream in(job.run_parent + "/board");
+    for (std::string line; std::getline(in, line);) {
+      const nlohmann::json json = nlohmann::json::parse(line);
+      if (json.contains("step")) out.push_back(json);
+      if (!json.contains("first_step")) continue;
+      std::erase_if(out, [&](const nlohmann::json& point) { return point["step"] >= json["first_step"]; });
+    }
+    return out;
+  }
+  // metrics.jsonl, the board and rollouts/ tell of the same steps, each once.
+  void expect_each_step_once(size_t steps, int64_t warmup_steps) const {
+    const std::vector<nlohmann::json> lines = metrics_lines(), points = board_points();
+    ASSERT_EQ(lines.size(), steps);
+    ASSERT_EQ(points.size(), steps);
+    std::set<std::string> rollouts, expected;
+    for (size_t i = 0; i < steps; ++i) {
+      const auto step = static_cast<int64_t>(i) + 1;
+      EXPECT_EQ(lines[i]["step"], step);
+      EXPECT_EQ(points[i]["step"], step);
+      EXPECT_EQ(points[i]["loss/policy"], lines[i]["loss"]) << step;
+      EXPECT_EQ(points[i]["trajectories/trained"], lines[i]["trained"]) << step;
+      EXPECT_EQ(points[i].contains("time/publish_seconds"), lines[i]["publish_seconds"].is_number()) << step;
+      if (step > warmup_steps) expected.insert(absl::StrFormat("step_%06d.jsonl", step));
+    }
+    for (const auto& file : fs::directory_iterator(job.run_directory() + "/rollouts")) {
+      rollouts.insert(file.path().filename());
+    }
+    EXPECT_EQ(rollouts, expected);
+  }
+
+  // The command that starts ALifeThatIsKilled. at: "scalars" or "step", the observer that it dies in.
+  std::vector<std::string> life_command(const FakeGateway& gateway, const std::string& at, int step) const {
+    return {"/usr/bin/env",
+            "LEARNER_TEST_DIR=" + dir.path(),
+            "LEARNER_TEST_GATEWAY=" + gateway.address(),
+            "LEARNER_TEST_AT=" + at,
+            absl::StrCat("LEARNER_TEST_STEP=", step),
+            absl::StrCat("LEARNER_TEST_PUBLISH_EVERY=", job.publish_every),
+            fs::read_symlink("/proc/self/exe").string(),
+            "--gtest_also_run_disabled_tests",
+            "--gtest_filter=*ALifeThatIsKilled"};
+  }
+  void die(const FakeGateway& gateway, const std::string& at, int step) const {
+    slipstream::testing::Process life(life_command(gateway, at, step), dir.path() + "/life.out");
+    ASSERT_EQ(life.wait(std::chrono::minutes(1)), 9)
+        << slipstream::testing::read_file(dir.path() + "/life.out");
+  }
+
   // Rollout ids that two steps of the run's final history trained on.
   int trained_twice() const {
     int twice = 0;
     std::set<std::string> seen;
     for (const auto& file : fs::directory_iterator(job.run_directory() + "/rollouts")) {
       std::ifstream in(file.path());
-      for (std::string line; std::getline(in, line);) twice += !seen.insert(nlohmann::json::parse(line)["rollout_id"]).second;
+      for (std::string line; std::getline(in, line);)
+        twice += !seen.insert(nlohmann::json::parse(line)["rollout_id"]).second;
     }
     return twice;
   }
@@ -94,6 +161,7 @@ class LearnerTest : public ::testing::Test {
 };
 
 TEST_F(LearnerTest, WholeRun) {
+  config.record_batches = 2;
   FakeGateway gateway(gateway_options());
   const absl::Status status = live(gateway);
   ASSERT_TRUE(status.ok()) << status;
@@ -116,9 +184,10 @@ TEST_F(LearnerTest, WholeRun) {
   EXPECT_FALSE(reports[0].mismatch_abs_mean.has_value());
   const std::vector<nlohmann::json> lines = metrics_lines();
   ASSERT_EQ(lines.size(), 11u);
-  for (const char* key : {"step", "policy_version", "reward_mean", "staleness_mean", "mismatch_abs_mean", "mismatch_abs_max",
-                          "drift_abs_mean", "masked_low_fraction", "masked_high_fraction", "grad_norm", "trained_tokens",
-                          "produced", "trained", "dropped", "queued", "wall_seconds"}) {
+  for (const char* key :
+       {"step", "policy_version", "reward_mean", "staleness_mean", "mismatch_abs_mean", "mismatch_abs_max",
+        "drift_abs_mean", "masked_low_fraction", "masked_high_fraction", "grad_norm", "trained_tokens",
+        "produced", "trained", "dropped", "queued", "wall_seconds"}) {
     for (const nlohmann::json& line : lines) EXPECT_TRUE(line.contains(key)) << key;
   }
   EXPECT_TRUE(lines[6]["mismatch_abs_mean"].is_null());
@@ -132,23 +201,43 @@ TEST_F(LearnerTest, WholeRun) {
   EXPECT_EQ(rollout["learner_logprobs"].size(), rollout["action_logprobs"].size());
   EXPECT_EQ(rollout["ids"].size(), 6 + rollout["action_logprobs"].size());
 
+  v1::Batch recorded;
+  std::ifstream batch_file(job.run_directory() + "/batches/step_000007.pb", std::ios::binary);
+  ASSERT_TRUE(recorded.ParseFromIstream(&batch_file));
+  EXPECT_EQ(recorded.groups(0).group_number(), 2u);
+  EXPECT_FALSE(fs::exists(job.run_directory() + "/batches/step_000008.pb"));
+
   // A finished run that is started again says so to the gateway and ends.
   reports.clear();
   EXPECT_TRUE(live(gateway).ok());
   EXPECT_TRUE(reports.empty());
   EXPECT_EQ(trained_twice(), 0);
+  // A learner says what its config and its checkpoint commit it to.
+  const v1::Hello first = gateway.hellos().front(), last = gateway.hellos().back();
+  EXPECT_EQ(last.settings().at("rl.group_size"), "3");
+  EXPECT_EQ(first.log_id(), "");
+  EXPECT_EQ(first.groups_end(), 0u);
+  EXPECT_EQ(last.log_id(), "log");
+  EXPECT_EQ(last.groups_end(), 12u);
 }
 
 TEST_F(LearnerTest, WarmupEndsWhenDemonstrationsAreProbable) {
-  config.warmup = {.steps = 400, .batch = 16, .learning_rate = 1e-2, .until_probability = 0.5, .checkpoint_every = 1000};
+  config.warmup = {
+      .steps = 400, .batch = 16, .learning_rate = 1e-2, .until_probability = 0.5, .checkpoint_every = 1000};
   config.steps = 1;
   FakeGateway gateway(gateway_options());
   ASSERT_TRUE(live(gateway).ok());
   ASSERT_LT(reports.size(), 400u);
-  double recent = 0.0;
-  for (size_t i = reports.size() - 6; i + 1 < reports.size(); ++i) recent += *reports[i].demonstration_probability / 5;
-  EXPECT_GE(recent, 0.5);
-  EXPECT_LT(*reports[reports.size() - 3].demonstration_probability + *reports[0].demonstration_probability, 1.9);
+  // Reports hold the warm-up and the one step after it. It ended at the first step whose window of five was good.
+  const auto mean_before = [&](size_t end) {
+    double sum = 0.0;
+    for (size_t i = end - 5; i < end; ++i) sum += *reports[i].demonstration_probability;
+    return sum / 5;
+  };
+  const size_t warmup = reports.size() - 1;
+  ASSERT_GT(warmup, 5u);
+  EXPECT_GE(mean_before(warmup), 0.5);
+  EXPECT_LT(mean_before(warmup - 1), 0.5);
 }
 
 // The same weights whether it ran through, was stopped in either phase, or was killed; and with two threads.
@@ -178,22 +267,31 @@ TEST_F(LearnerTest, StoppedAndRestartedEndsTheSame) {
   }
 }
 
-// The other process of CrashWindows: exits without a word to anybody after a step.
+// The other process of the tests below: exits without a word to anybody at a step.
 TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
   config.model.path = std::string(std::getenv("LEARNER_TEST_DIR")) + "/model";
   config.gateway_address = std::getenv("LEARNER_TEST_GATEWAY");
+  config.reply_timeout_ms = 60'000;  // a reply that the gateway loses stays lost
   job.run_parent = std::getenv("LEARNER_TEST_DIR");
-  job.publish_every = 1;
-  const std::unique_ptr<Learner> learner = *Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
+  job.publish_every = std::stoi(std::getenv("LEARNER_TEST_PUBLISH_EVERY"));
+  const std::unique_ptr<Learner> learner =
+      *Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
+  const std::string at = std::getenv("LEARNER_TEST_AT");
+  const int64_t last = std::stoi(std::getenv("LEARNER_TEST_STEP"));
   Observers observers;
+  observers.scalars = [&, say = board(*learner), first = learner->step()](int64_t step, const auto& values) {
+    if (at == "scalars" && step == last && step > first) ::_exit(9);
+    say(step, values);
+  };
   observers.step = [&](const StepReport& report) {
-    if (report.step == std::stoi(std::getenv("LEARNER_TEST_STEP"))) ::_exit(9);
+    if (at == "step" && report.step == last) ::_exit(9);
   };
   FAIL() << learner->run({}, observers);
 }
 
-// The process dies in the middle of a step (nothing of it durable), after the checkpoint before the commit, and after the commit
-// before its reply. Each time the next life ends the run with the weights of an undisturbed one.
+// The process dies in the middle of a step (nothing of it durable), after the checkpoint before the commit,
+// and after the commit before its reply. Each time the next life ends the run with the weights of an
+// undisturbed one.
 TEST_F(LearnerTest, CrashWindows) {
   job.publish_every = 1;
   std::string through;
@@ -205,16 +303,10 @@ TEST_F(LearnerTest, CrashWindows) {
   fs::remove_all(job.run_directory());
   FakeGateway gateway(gateway_options());
   config.gateway_address = gateway.address();
-  const auto die_after = [&](int step) {
-    const std::string command = absl::StrCat("LEARNER_TEST_DIR=", dir.path(), " LEARNER_TEST_GATEWAY=", gateway.address(),
-                                             " LEARNER_TEST_STEP=", step, " ", fs::read_symlink("/proc/self/exe").string(),
-                                             " --gtest_also_run_disabled_tests --gtest_filter=*ALifeThatIsKilled >/dev/null");
-    const int result = std::system(command.c_str());
-    ASSERT_EQ(WEXITSTATUS(result), 9);
-  };
-  die_after(3);  // warm-up, a step past its checkpoint
-  die_after(7);  // RL, durable and committed
-  // After the checkpoint, before the commit is heard: the learner waits for a reply that never comes, and is killed.
+  die(gateway, "step", 3);  // warm-up, a step past its checkpoint
+  die(gateway, "step", 7);  // RL, durable and committed
+  // After the checkpoint, before the commit is heard: the learner waits for a reply that never comes, and is
+  // killed.
   gateway.lose_next_commit_reply();
   config.gateway_timeout_ms = 400;
   config.reply_timeout_ms = 60'000;
@@ -229,6 +321,45 @@ TEST_F(LearnerTest, CrashWindows) {
   EXPECT_EQ(final_weights(), through);
   // The life after the lost reply repeated the commit in its Hello.
   EXPECT_EQ(gateway.hellos().back().last_commit().trained_rollout_ids_size(), 6);
+}
+
+// Killed wherever a step's checkpoint, line and point on the board can come apart; with checkpoints at every
+// second step only, in the warm-up and after it.
+TEST_F(LearnerTest, EveryStepIsToldOnceWhereverLivesEnd) {
+  std::string through;
+  {
+    FakeGateway gateway(gateway_options());
+    ASSERT_TRUE(live(gateway).ok());
+    expect_each_step_once(11, 5);
+    through = final_weights();
+  }
+  fs::remove_all(job.run_directory());
+  fs::remove(job.run_parent + "/board");
+  FakeGateway gateway(gateway_options());
+  die(gateway, "step", 3);     // warm-up: a step past its checkpoint
+  die(gateway, "scalars", 4);  // warm-up: checkpoint and line, no point
+  // Steps 5 and 7: the checkpoint is durable, the commit is sent and never answered; no line, no point.
+  for (const int step : {5, 7}) {
+    gateway.lose_next_commit_reply();
+    slipstream::testing::Process life(life_command(gateway, "step", step), dir.path() + "/life.out");
+    ASSERT_TRUE(gateway.wait_for_commit(step)) << slipstream::testing::read_file(dir.path() + "/life.out");
+    life.kill_now();
+    ASSERT_EQ(metrics_lines().size(), static_cast<size_t>(step) - 1);
+  }
+  die(gateway, "scalars", 8);  // a step past its checkpoint: line, no point
+  die(gateway, "scalars", 9);  // checkpoint and line, no point
+  {
+    std::ofstream cut(job.run_directory() + "/metrics.jsonl", std::ios::app);
+    cut << "{\"step\": 10, \"po";  // and a line that was being written
+  }
+  const absl::Status status = live(gateway);
+  ASSERT_TRUE(status.ok()) << status;
+  expect_each_step_once(11, 5);
+  EXPECT_TRUE(metrics_lines()[6]["publish_seconds"].is_null())
+      << "of the step whose line the checkpoint gave";
+  EXPECT_EQ(metrics_lines()[6]["trained"], 0) << "counts are of before its commit";
+  EXPECT_EQ(final_weights(), through);
+  EXPECT_EQ(trained_twice(), 0);
 }
 
 TEST_F(LearnerTest, GatewayRestartsAndLosesMessages) {
@@ -284,6 +415,17 @@ TEST_F(LearnerTest, WhatIsWrongAtTheStartIsNamed) {
   const absl::Status taken = open(gateway).status();
   EXPECT_EQ(taken.code(), absl::StatusCode::kUnavailable);
   EXPECT_NE(taken.message().find(config.address), absl::string_view::npos) << taken;
+}
+
+TEST_F(LearnerTest, GoesOnInTheShapeItBeganWith) {
+  FakeGateway gateway(gateway_options());
+  ASSERT_TRUE(live(gateway).ok());
+  testing::write_model("glm_moe_dsa", dir.path() + "/other");
+  config.model.path = dir.path() + "/other";
+  const absl::Status other = open(gateway).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(other.message().find("model.path: " + config.model.path), absl::string_view::npos) << other;
+  EXPECT_NE(other.message().find("/checkpoints/step_"), absl::string_view::npos) << other;
 }
 
 }  // namespace

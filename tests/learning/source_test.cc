@@ -1,10 +1,12 @@
-// Goal: the source gets its answers from a gateway that loses, doubles, splits and forgets; it ends on time, at a stop and at a
-// refusal, with a message that says what it waited for.
+// Goal: the source gets its answers from a gateway that loses, doubles, splits and forgets; it ends on time,
+// at a stop and at a refusal, with a message that says what it waited for.
 #include "learner/source.h"
 
 #include <chrono>
+#include <sstream>
 
 #include "gtest/gtest.h"
+#include "spdlog/sinks/ostream_sink.h"
 #include "tests/learning/batches.h"
 #include "tests/learning/fake_gateway.h"
 
@@ -16,15 +18,18 @@ using testing::FakeGatewayOptions;
 
 FakeGatewayOptions gateway_options() {
   FakeGatewayOptions options;
-  options.group = [](uint64_t number, int version) { return testing::make_group({.policy_version = version}, 90, number); };
+  options.group = [](uint64_t number, int version) {
+    return testing::make_group({.policy_version = version}, 90, number);
+  };
   options.demonstration = [](uint64_t number) { return testing::make_demonstration({}, 90, number); };
   return options;
 }
 
-std::unique_ptr<Source> connect(const std::string& address, int reply_ms = 20, int gateway_ms = 20'000) {
+std::unique_ptr<Source> connect(const std::string& address, int reply_ms = 20, int gateway_ms = 20'000,
+                                Logger log = quiet_logger()) {
   absl::StatusOr<std::unique_ptr<Source>> source =
       Source::connect({.address = address, .reply_timeout_ms = reply_ms, .gateway_timeout_ms = gateway_ms, .batch_timeout_ms = gateway_ms},
-                      quiet_logger());
+                      std::move(log));
   CHECK_OK(source.status());
   return *std::move(source);
 }
@@ -50,7 +55,8 @@ v1::Commit commit(int64_t incarnation, const v1::Batch& batch) {
   out.set_incarnation(incarnation);
   out.set_step(batch.step());
   for (const v1::Group& group : batch.groups()) {
-    for (const v1::Trajectory& trajectory : group.trajectories()) out.add_trained_rollout_ids(trajectory.rollout_id());
+    for (const v1::Trajectory& trajectory : group.trajectories())
+      out.add_trained_rollout_ids(trajectory.rollout_id());
   }
   return out;
 }
@@ -85,7 +91,8 @@ TEST(Source, LostDoubledAndSplitMessages) {
 TEST(Source, ReconnectsToAGatewayThatComesBackAndMustBeGreeted) {
   FakeGateway gateway(gateway_options());
   const std::unique_ptr<Source> source = connect(gateway.address());
-  EXPECT_EQ(source->batch(request(1, 1), {}).status().code(), absl::StatusCode::kFailedPrecondition);  // before any Hello
+  EXPECT_EQ(source->batch(request(1, 1), {}).status().code(),
+            absl::StatusCode::kFailedPrecondition);  // before any Hello
   ASSERT_TRUE(source->hello(hello(1), {}).ok());
   ASSERT_TRUE(source->batch(request(1, 1), {}).ok());
   gateway.restart();
@@ -98,18 +105,38 @@ TEST(Source, ReconnectsToAGatewayThatComesBackAndMustBeGreeted) {
   EXPECT_EQ(numbers(*batch)[0], 0u);  // what was delivered and not committed comes again
 }
 
+// The address of a gateway that is gone.
+std::string deserted_address() {
+  const FakeGateway first(gateway_options());
+  return first.address();
+}
+
 TEST(Source, GatewayThatIsNotThereYetIsWaitedFor) {
-  std::string address;
-  {
-    const FakeGateway first(gateway_options());
-    address = first.address();
-  }
-  const std::unique_ptr<Source> source = connect(address, 20, 300);
+  FakeGatewayOptions options = gateway_options();
+  options.address = deserted_address();
+  const std::unique_ptr<Source> source = connect(options.address);
+  absl::Status status;
+  std::jthread waiting([&] { status = source->hello(hello(1), {}).status(); });
+  FakeGateway gateway(std::move(options));
+  waiting.join();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(Source, GatewayThatNeverComesIsNamed) {
+  const std::string address = deserted_address();
+  std::ostringstream text;
+  const auto log = std::make_shared<spdlog::logger>("learner", std::make_shared<spdlog::sinks::ostream_sink_mt>(text));
+  const std::unique_ptr<Source> source = connect(address, 20, 350, log);
   const auto begin = std::chrono::steady_clock::now();
-  const absl::Status status = source->hello(hello(1), {});
+  const absl::Status status = source->hello(hello(1), {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(status.message(), absl::StrCat("gateway ", address, ": no answer to Hello within 300 ms"));
+  EXPECT_EQ(status.message(), absl::StrCat("gateway ", address, ": no answer to Hello within 350 ms"));
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  // It is no silent wait: every 100 ms here.
+  const std::string warning = absl::StrCat("gateway ", address, ": no answer to Hello for ");
+  const size_t first = text.str().find(warning);
+  ASSERT_NE(first, std::string::npos) << text.str();
+  EXPECT_NE(text.str().find(warning, first + 1), std::string::npos) << text.str();
 }
 
 TEST(Source, StopEndsAWaitAtOnce) {
@@ -121,7 +148,7 @@ TEST(Source, StopEndsAWaitAtOnce) {
   const std::unique_ptr<Source> source = connect(gateway.address(), 60'000, 600'000);
   std::stop_source stop;
   absl::Status status;
-  std::jthread waiting([&] { status = source->hello(hello(1), stop.get_token()); });
+  std::jthread waiting([&] { status = source->hello(hello(1), stop.get_token()).status(); });
   stop.request_stop();
   waiting.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);

@@ -1,5 +1,6 @@
-// Goal: the gradient of a step is the derivative of its loss; it does not depend on how samples are split into micro-batches; masked
-// tokens, repeated rows and branches count as they should; a gradient that is not finite moves nothing.
+// Goal: the gradient of a step is the derivative of its loss; it does not depend on how samples are split
+// into micro-batches; masked tokens, repeated rows and branches count as they should; a gradient that is not
+// finite moves nothing.
 #include "learner/trainer.h"
 
 #include <cmath>
@@ -12,8 +13,8 @@
 namespace slipstream::learner {
 namespace {
 
-using testing::Bench;
 using testing::BatchShape;
+using testing::Bench;
 
 constexpr char kFamily[] = "glm5_next";
 
@@ -35,11 +36,11 @@ class TrainerTest : public ::testing::Test {
  protected:
   TrainerTest() { testing::write_model(kFamily, dir.path()); }
 
-  std::vector<float> gradient(const v1::Batch& message, const TrainerOptions& options = {}, GradientResult* result = nullptr,
-                              int threads = 1) {
+  std::vector<float> gradient(const v1::Batch& message, const TrainerOptions& options = {},
+                              GradientResult* result = nullptr, int threads = 1) {
     Bench bench(dir.path(), options, kernels::DType::kF32, threads);
-    absl::StatusOr<GradientResult> computed =
-        bench.trainer->compute_gradient(testing::training_batch(message, bench.config()), options.loss.objective);
+    absl::StatusOr<GradientResult> computed = bench.trainer->compute_gradient(
+        testing::training_batch(message, bench.config()), options.loss.objective);
     CHECK_OK(computed.status());
     if (result != nullptr) *result = *std::move(computed);
     return testing::flat(bench.trainer->gradients());
@@ -61,7 +62,8 @@ TEST_F(TrainerTest, SplitIntoMicroBatchesChangesNothing) {
   const std::vector<float> whole = gradient(batch, {}, &whole_result);
   for (const int64_t tokens : {int64_t{1}, int64_t{20}, int64_t{50}}) {
     GradientResult split_result;
-    expect_close(gradient(batch, {.loss = {}, .optimizer = {}, .micro_batch_tokens = tokens}, &split_result), whole, 1e-5);
+    expect_close(gradient(batch, {.loss = {}, .optimizer = {}, .micro_batch_tokens = tokens}, &split_result),
+                 whole, 1e-5);
     EXPECT_EQ(split_result.learner_logprob, whole_result.learner_logprob);  // bit for bit
     EXPECT_EQ(split_result.loss, whole_result.loss);
   }
@@ -72,11 +74,13 @@ TEST_F(TrainerTest, SplitIntoMicroBatchesChangesNothing) {
   EXPECT_EQ(gradient(batch), whole);
 }
 
-// Each normaliser and the entropy bonus: finite differences of loss + entropy_loss along the gradient of head and last norm, which no
-// discrete choice of expert or position depends on (the layers' own derivatives: tests/property/gradient_test).
+// Each normaliser and the entropy bonus: finite differences of loss + entropy_loss along the gradient of head
+// and last norm, which no discrete choice of expert or position depends on (the layers' own derivatives:
+// tests/property/gradient_test).
 TEST_F(TrainerTest, GradientIsTheDerivativeOfTheLoss) {
   v1::Batch batch = scored_batch({});
-  *batch.mutable_groups(0)->mutable_trajectories(0)->add_samples() = batch.groups(1).trajectories(2).samples(0);  // a branch
+  *batch.mutable_groups(0)->mutable_trajectories(0)->add_samples() =
+      batch.groups(1).trajectories(2).samples(0);      // a branch
   batch.mutable_groups(2)->mutable_rows()->Set(3, 0);  // row 0 twice, trajectory 3 out
   batch.mutable_groups(2)->mutable_trajectories()->RemoveLast();
   for (const Normalizer normalizer : {Normalizer::kTokens, Normalizer::kSequence, Normalizer::kConstant}) {
@@ -94,7 +98,9 @@ TEST_F(TrainerTest, GradientIsTheDerivativeOfTheLoss) {
     std::vector<kernels::Tensor> moved;
     for (size_t e = 0; e < bench.trainer->gradients().entries().size(); ++e) {
       const auto& entry = bench.trainer->gradients().entries()[e];
-      if (entry.parameter.name != "lm_head.weight" && entry.parameter.name != bench.config().prefix + "norm.weight") continue;
+      if (entry.parameter.name != "lm_head.weight" &&
+          entry.parameter.name != bench.config().prefix + "norm.weight")
+        continue;
       g.insert(g.end(), entry.tensor.f32(), entry.tensor.f32() + entry.tensor.numel());
       moved.push_back(bench.weights->master().store.entries()[e].tensor);
     }
@@ -105,7 +111,8 @@ TEST_F(TrainerTest, GradientIsTheDerivativeOfTheLoss) {
       std::vector<std::vector<float>> before;
       for (const kernels::Tensor& tensor : moved) {
         before.emplace_back(tensor.f32(), tensor.f32() + tensor.numel());
-        for (int64_t j = 0; j < tensor.numel(); ++j, ++i) tensor.f32()[j] += static_cast<float>(by * g[i] / length);
+        for (int64_t j = 0; j < tensor.numel(); ++j, ++i)
+          tensor.f32()[j] += static_cast<float>(by * g[i] / length);
       }
       const auto result = bench.trainer->compute_gradient(data, "ppo_clip");
       for (size_t e = 0; e < moved.size(); ++e) std::copy(before[e].begin(), before[e].end(), moved[e].f32());
@@ -140,7 +147,8 @@ TEST_F(TrainerTest, MaskedTokensReachNothing) {
         v1::Sample& sample = *trajectory.mutable_samples(0);
         for (int i = 0; i < sample.action_logprobs_size(); ++i) sample.add_action_masked(i % 3 == 1);
         for (int i = 1; batch == &dirty && i < sample.action_logprobs_size(); i += 3) {
-          sample.set_action_logprobs(i, i % 2 == 0 ? std::numeric_limits<float>::quiet_NaN() : -std::numeric_limits<float>::infinity());
+          sample.set_action_logprobs(i, i % 2 == 0 ? std::numeric_limits<float>::quiet_NaN()
+                                                   : -std::numeric_limits<float>::infinity());
         }
       }
     }
@@ -149,7 +157,8 @@ TEST_F(TrainerTest, MaskedTokensReachNothing) {
   // A non-finite log-prob that nobody marked is masked all the same (case C10).
   v1::Batch unmarked = dirty;
   for (v1::Group& group : *unmarked.mutable_groups()) {
-    for (v1::Trajectory& trajectory : *group.mutable_trajectories()) trajectory.mutable_samples(0)->clear_action_masked();
+    for (v1::Trajectory& trajectory : *group.mutable_trajectories())
+      trajectory.mutable_samples(0)->clear_action_masked();
   }
   EXPECT_EQ(gradient(unmarked), gradient(dirty));
 }
@@ -164,7 +173,8 @@ TEST_F(TrainerTest, EverythingMaskedGivesZeroAndMovesNothing) {
   }
   Bench bench(dir.path());
   const std::string before = testing::master_bytes(*bench.weights);
-  const auto result = bench.trainer->step(testing::training_batch(batch, bench.config()), "double_sided", 1e-2);
+  const auto result =
+      bench.trainer->step(testing::training_batch(batch, bench.config()), "double_sided", 1e-2);
   ASSERT_TRUE(result.ok());
   EXPECT_EQ(result->gradient.loss, 0.0);
   EXPECT_EQ(result->grad_norm, 0.0);
@@ -188,7 +198,8 @@ TEST_F(TrainerTest, NonFiniteGradientIsSkippedAndNamed) {
   Bench bench(dir.path());
   const TrainingBatch batch = testing::training_batch(message, bench.config());
   ASSERT_TRUE(bench.trainer->step(batch, "double_sided", 1e-3)->updated);
-  // A weight that only the backward of one sample's tokens meets would be subtle; a NaN norm weight breaks every log-prob.
+  // A weight that only the backward of one sample's tokens meets would be subtle; a NaN norm weight breaks
+  // every log-prob.
   float* const norm_weight = bench.weights->master().store.tensors().norm.f32();
   const float before = norm_weight[0];
   norm_weight[0] = std::numeric_limits<float>::quiet_NaN();
@@ -216,8 +227,10 @@ TEST_F(TrainerTest, LearnsDemonstrations) {
   for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBf16}) {
     Bench bench(dir.path(), {}, dtype, 2);
     v1::Batch batch;
-    for (uint64_t i = 0; i < 6; ++i) *batch.add_groups() = testing::make_demonstration({}, bench.config().vocab, i);
-    const TrainingBatch data = testing::training_batch(batch, bench.config(), v1::TRAJECTORY_KIND_DEMONSTRATION);
+    for (uint64_t i = 0; i < 6; ++i)
+      *batch.add_groups() = testing::make_demonstration({}, bench.config().vocab, i);
+    const TrainingBatch data =
+        testing::training_batch(batch, bench.config(), v1::TRAJECTORY_KIND_DEMONSTRATION);
     double first = 0.0, last = 0.0;
     for (int step = 0; step < 40; ++step) {
       const auto result = bench.trainer->step(data, "sft", 5e-3);
@@ -260,7 +273,9 @@ TEST_F(TrainerTest, MismatchAndDriftAreApart) {
 TEST_F(TrainerTest, MalformedTrajectoriesAreRefusedOneByOne) {
   Bench bench(dir.path());
   v1::Batch batch = testing::make_batch({}, bench.config().vocab);
-  const auto trajectory = [&](int group, int index) { return batch.mutable_groups(group)->mutable_trajectories(index); };
+  const auto trajectory = [&](int group, int index) {
+    return batch.mutable_groups(group)->mutable_trajectories(index);
+  };
   trajectory(0, 0)->mutable_samples(0)->add_ids(1);
   trajectory(0, 1)->mutable_samples(0)->mutable_action_logprobs()->RemoveLast();
   trajectory(1, 0)->mutable_samples(0)->set_ids(2, static_cast<int32_t>(bench.config().vocab));

@@ -5,9 +5,10 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
-#include <filesystem>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
 #include "model/load.h"
 #include "model/weight_stream.h"
@@ -26,13 +27,13 @@ constexpr const char* kModel = "glm5_next";
 
 // The checkpoint directory of the test model, made once.
 const std::string& checkpoint() {
-  static const std::string dir = [] {
-    const std::string path = ::testing::TempDir() + "rollout_worker_test_" + std::to_string(getpid());
-    std::filesystem::create_directories(path);
-    CHECK_OK(model::save_weights(model::testing::make_test_model(kModel, DType::kF32, 1).loaded, path, {}));
-    return path;
+  static const slipstream::testing::TemporaryDirectory dir;
+  static const bool saved = [] {
+    CHECK_OK(model::save_weights(model::testing::make_test_model(kModel, DType::kF32, 1).loaded, dir.path(), {}));
+    return true;
   }();
-  return dir;
+  static_cast<void>(saved);
+  return dir.path();
 }
 
 // Serves weights by a script: what goes wrong with each of the first calls.
@@ -109,7 +110,7 @@ class FakeLearner : public v1::Weights::Service {
 
 class FakeGateway : public v1::Workers::Service {
  public:
-  explicit FakeGateway(const std::string& address = "127.0.0.1:0") {
+  explicit FakeGateway(const std::string& address = "127.0.0.1:0", int heartbeat_ms = 20) : heartbeat_ms_(heartbeat_ms) {
     server_ = *rpc::serve("gateway", address, {this});
   }
   ~FakeGateway() override { server_.server->Shutdown(std::chrono::system_clock::now()); }
@@ -121,7 +122,7 @@ class FakeGateway : public v1::Workers::Service {
     worker_ = *request;
     known_ = true;
     ++registrations_;
-    response->set_heartbeat_ms(20);
+    response->set_heartbeat_ms(heartbeat_ms_);
     return grpc::Status::OK;
   }
   grpc::Status Heartbeat(grpc::ServerContext*, const v1::HeartbeatRequest* request,
@@ -166,6 +167,7 @@ class FakeGateway : public v1::Workers::Service {
   bool known_ ABSL_GUARDED_BY(mutex_) = false;
   int registrations_ ABSL_GUARDED_BY(mutex_) = 0, beats_ ABSL_GUARDED_BY(mutex_) = 0,
                      unregistrations_ ABSL_GUARDED_BY(mutex_) = 0;
+  const int heartbeat_ms_;
   rpc::Server server_;
 };
 
@@ -333,9 +335,32 @@ TEST_F(WorkerTest, AbortAndDeadline) {
   EXPECT_EQ(worker_->engine().status().cache.bytes_used, 0);
 }
 
+TEST_F(WorkerTest, WeightsOfAnotherModelAreAFailure) {
+  FakeLearner learner({FakeLearner::Fault::kForeign, FakeLearner::Fault::kForeign});
+  Worker::Config config = worker_config();
+  config.learner_address = learner.address();
+  absl::Notification failed;
+  absl::Status failure;
+  absl::StatusOr<std::unique_ptr<Worker>> worker =
+      Worker::start(config, metrics_, quiet_logger(), [&](absl::Status status) {
+        failure = std::move(status);
+        failed.Notify();
+      });
+  ASSERT_TRUE(worker.ok()) << worker.status();
+  learner.publish(std::make_shared<const model::WeightStore>(
+                      std::move(model::testing::make_test_model(kModel, DType::kF32, 2).loaded.store)),
+                  1);
+  ASSERT_TRUE(failed.WaitForNotificationWithTimeout(absl::Minutes(1)));
+  EXPECT_EQ(failure.code(), absl::StatusCode::kFailedPrecondition);
+  for (const std::string& text : {"model.path: " + config.model.path, learner.address(), std::string("shape_hash")}) {
+    EXPECT_NE(failure.message().find(text), absl::string_view::npos) << failure;
+  }
+  EXPECT_EQ(learner.calls(), 1);  // told once, and no more asked for
+}
+
 TEST_F(WorkerTest, WeightsArriveWhateverHappensToTheStream) {
   using Fault = FakeLearner::Fault;
-  FakeLearner learner({Fault::kCut, Fault::kFlipped, Fault::kForeign, Fault::kNoHeader});
+  FakeLearner learner({Fault::kCut, Fault::kFlipped, Fault::kNoHeader});
   Worker::Config config = worker_config();
   config.learner_address = learner.address();
   start(config);
@@ -347,7 +372,7 @@ TEST_F(WorkerTest, WeightsArriveWhateverHappensToTheStream) {
   const Reply reply = generate(request);
   ASSERT_TRUE(reply.status.ok()) << reply.status;
   EXPECT_EQ(reply.all.policy_versions(0), 1);
-  EXPECT_EQ(learner.calls(), 5);
+  EXPECT_EQ(learner.calls(), 4);
   EXPECT_EQ(metrics_.value(metric::kPolicyVersion, {"rollout"}), 1.0);
   const double bytes = static_cast<double>(model::weight_stream_header(*second, DType::kF32).num_bytes);
   EXPECT_GT(metrics_.value(metric::kWeightSyncBytes), bytes);
@@ -418,6 +443,27 @@ TEST_F(WorkerTest, DrainLetsRunningOnesEnd) {
   EXPECT_TRUE(reader->Finish().ok());
   EXPECT_EQ(tokens, 300);
   gateway.wait([](const auto& s) { return s.unregistrations == 1; });
+}
+
+// With a heartbeat a minute: the drain itself is what the gateway hears of.
+TEST_F(WorkerTest, DrainIsToldAtOnce) {
+  FakeGateway gateway("127.0.0.1:0", 60'000);
+  Worker::Config config = worker_config();
+  config.gateway_address = gateway.address();
+  start(config);
+  gateway.wait([](const auto& s) { return s.registrations >= 1; });
+  grpc::ClientContext context;
+  v1::GenerateRequest request = request_of("r", 5);
+  request.set_min_policy_version(9);  // for ever
+  const auto reader = stub_->Generate(&context, request);
+  const absl::Time begin = absl::Now();
+  grpc::ClientContext drain_context;
+  v1::DrainResponse response;
+  ASSERT_TRUE(stub_->Drain(&drain_context, {}, &response).ok());
+  gateway.wait([](const auto& s) { return s.beat.draining(); });
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
+  context.TryCancel();
+  reader->Finish();
 }
 
 TEST_F(WorkerTest, DrainCutsOffAtItsDeadline) {

@@ -1,6 +1,8 @@
 // Goal: the backward of a whole model is its derivative, for every family, with and without recomputation, and neither the
 // batch around a sequence nor the number of threads changes what recomputation gives.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 
 #include "gtest/gtest.h"
@@ -88,12 +90,11 @@ TEST_P(GradientTest, DirectionalDerivatives) {
     std::vector<float> direction(static_cast<size_t>(gradient.numel()));
     double expected = 0.0, norm = 0.0;
     for (int64_t j = 0; j < gradient.numel(); ++j) {
-      const float d = std::sin(static_cast<float>(j) * 1.7f + static_cast<float>(i));
-      // Half the direction follows the gradient, so that the derivative is not lost in rounding.
-      direction[static_cast<size_t>(j)] = d;
+      direction[static_cast<size_t>(j)] = std::sin(static_cast<float>(j) * 1.7f + static_cast<float>(i));
       norm += double{gradient.f32()[j]} * gradient.f32()[j];
     }
     norm = std::sqrt(norm);
+    // Half the direction follows the gradient, so that the derivative is not lost in rounding.
     for (int64_t j = 0; j < gradient.numel(); ++j) {
       float& d = direction[static_cast<size_t>(j)];
       d = d / std::sqrt(static_cast<float>(gradient.numel())) +

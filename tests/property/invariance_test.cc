@@ -2,6 +2,7 @@
 // token, in a batch with others, as a training forward, with a forked cache, from panels of the weights or without, on one
 // thread or two; for every family, in fp32 and bf16. On a CUDA device too, where there is one: then activations are bf16 with
 // the weights.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -211,13 +212,12 @@ TEST_P(InvarianceTest, ForkedCache) {
   EXPECT_EQ(cache->usage().bytes_used, 0);
 }
 
-std::vector<std::string> names() { return testing::test_model_names(); }
 INSTANTIATE_TEST_SUITE_P(Families, InvarianceTest,
-                         ::testing::Combine(::testing::ValuesIn(names()), ::testing::Values(DType::kF32, DType::kBf16),
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(Where::kCpu)));
 #ifdef SLIPSTREAM_HAS_CUDA
 INSTANTIATE_TEST_SUITE_P(CudaFamilies, InvarianceTest,
-                         ::testing::Combine(::testing::ValuesIn(names()), ::testing::Values(DType::kF32, DType::kBf16),
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(Where::kCuda)));
 #endif
 

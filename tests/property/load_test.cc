@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
 #include "model/checkpoint.h"
 #include "model/checkpoint_writer.h"
@@ -22,7 +23,8 @@ kernels::Stream& stream() {
 }
 
 std::string fresh_directory(const std::string& name) {
-  const std::string path = ::testing::TempDir() + "/load_test_" + name;
+  static const slipstream::testing::TemporaryDirectory all;
+  const std::string path = all.path() + "/" + name;
   std::filesystem::remove_all(path);
   return path;
 }

@@ -13,7 +13,7 @@
 
 namespace slipstream::model::testing {
 
-// "glm_moe_dsa", "glm_moe_dsa indexshare", "glm5_next", "glm5_next odd", "glm4_moe_lite", "glm4_moe", ...
+// "glm5_next", "glm5_next clamped", ...: a family, then what is unusual about this one.
 std::vector<std::string> test_model_names();
 ModelConfig test_config(const std::string& name);
 

@@ -1,12 +1,15 @@
 #include "tests/testing/process.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <fstream>
+#include <random>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -75,6 +78,29 @@ std::optional<int> Process::wait(std::chrono::milliseconds timeout) {
 }
 
 bool Process::running() { return !wait(std::chrono::milliseconds(0)).has_value(); }
+
+int unused_ports(int count) {
+  constexpr int kLow = 12'000, kHigh = 20'000;  // cli's own choice begins above
+  const auto unused = [](int port) {
+    const int s = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(s >= 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const bool bound = bind(s, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+    close(s);
+    return bound;
+  };
+  std::random_device random;
+  for (int attempt = 0; attempt < 200; ++attempt) {
+    const int first = kLow + static_cast<int>(random() % static_cast<unsigned>(kHigh - kLow - count));
+    int free = 0;
+    while (free < count && unused(first + free)) ++free;
+    if (free == count) return first;
+  }
+  check_failed(__FILE__, __LINE__, "no unused ports");
+}
 
 std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);

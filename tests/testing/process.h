@@ -33,6 +33,10 @@ class Process {
   std::optional<int> code_;
 };
 
+// The first of `count` consecutive TCP ports of the loopback interface that nobody uses, below those that outgoing
+// connections get: tests of several builds may run on one machine at once.
+int unused_ports(int count);
+
 // Polls until the condition holds; false when `timeout` passed first.
 template <class Condition>
 bool wait_until(const Condition& condition, std::chrono::milliseconds timeout);

@@ -49,7 +49,7 @@ for folder in "${!allowed[@]}"; do
 done
 
 while IFS= read -r hit; do complain "$hit: a TODO gives its reason as TODO(reason)"; done < <(
-  grep -rnE 'TODO([^(]|$)' --include='*.h' --include='*.cc' --include='*.cu' common kernels parallel model cli bench examples 2>/dev/null)
+  grep -rnE 'TODO([^(]|$)' --include='*.h' --include='*.cc' --include='*.cu' --include='*.proto' --include='*.py' "${!allowed[@]}" 2>/dev/null)
 while IFS= read -r hit; do complain "$hit: sources are listed, not globbed"; done < <(
   grep -rnE 'file\(GLOB' --include=CMakeLists.txt . 2>/dev/null | grep -v '^./build/')
 
