@@ -157,37 +157,64 @@ __device__ __forceinline__ void await_copies() {
 template <int kOuter, int kInner>
 struct SharedPart {
   static constexpr int kStride = kInner + 8;
-  static constexpr int kPieces = kInner / 8;
   bf16 values[kOuter * kStride];
   __device__ uint32_t at(int outer, int inner) const { return shared_address(values + outer * kStride + inner); }
+};
 
-  // Rows outer0.. of `from` (stride ld, outer_end rows, inner_end values a row), values inner0.. ; zero beyond the ends.
-  template <int kThreads>
-  __device__ void fetch(const bf16* from, int64_t ld, int64_t outer0, int64_t outer_end, int64_t inner0,
-                        int64_t inner_end, bool fast) {
-    for (int i = threadIdx.x; i < kOuter * kPieces; i += kThreads) {
-      const int row = i / kPieces, piece = i % kPieces * 8;
-      const int64_t outer = outer0 + row, inner = inner0 + piece;
-      bf16* const to = values + row * kStride + piece;
-      const int64_t present = outer < outer_end ? max(int64_t{0}, min(int64_t{8}, inner_end - inner)) : 0;
-      if (fast) {
-        copy_async(to, present > 0 ? from + outer * ld + inner : from, static_cast<int>(present) * 2);
-      } else {
-        for (int j = 0; j < 8; ++j) to[j] = j < present ? from[outer * ld + inner + j] : bf16{0};
+// What a thread copies of one stored matrix, step after step: pieces of 8 values, whose addresses are made once. The summed
+// index k runs along the rows (kDepthInner) or down them; `side` is the other one. Beyond the ends there are zeros.
+template <int kOuter, int kInner, bool kDepthInner, int kThreads>
+struct PartReader {
+  static constexpr int kPieces = kInner / 8, kCount = kOuter * kPieces / kThreads;
+  static_assert(kCount * kThreads == kOuter * kPieces);
+  static constexpr int kDepth = kDepthInner ? kInner : kOuter;
+  const bf16* from[kCount];  // of the next step
+  int present[kCount];       // values of a piece that exist along the side
+  int64_t advance;
+  bool fast;
+
+  __device__ PartReader(const bf16* matrix, int64_t ld, int64_t side0, int64_t side_end, bool fast_) : fast(fast_) {
+    advance = kDepthInner ? kDepth : kDepth * ld;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = (threadIdx.x + i * kThreads) / kPieces, piece = (threadIdx.x + i * kThreads) % kPieces * 8;
+      const int64_t side = side0 + (kDepthInner ? row : piece);
+      const int64_t left = side_end - side;
+      present[i] = kDepthInner ? (left > 0 ? 8 : 0) : static_cast<int>(max(int64_t{0}, min(int64_t{8}, left)));
+      from[i] = present[i] == 0 ? matrix : matrix + (kDepthInner ? side * ld + piece : row * ld + side);
+    }
+  }
+  // The next step's pieces; k_left: how many k there are from its first one on.
+  __device__ void fetch(SharedPart<kOuter, kInner>& part, int64_t k_left) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = (threadIdx.x + i * kThreads) / kPieces, piece = (threadIdx.x + i * kThreads) % kPieces * 8;
+      bf16* const to = part.values + row * part.kStride + piece;
+      int count = present[i];
+      if (k_left < kDepth) {
+        const int left = static_cast<int>(k_left) - (kDepthInner ? piece : row);
+        count = kDepthInner ? min(count, max(left, 0)) : left > 0 ? count : 0;
       }
+      if (fast) {
+        copy_async(to, from[i], count * 2);
+      } else {
+        for (int j = 0; j < 8; ++j) to[j] = j < count ? from[i][j] : bf16{0};
+      }
+      if (count > 0) from[i] += advance;
     }
   }
 };
 
-// kM x kN tiles by warps of kWarpM x kWarpN; kDepth k a stage.
-template <int kM_, int kN_, int kWarpM_, int kWarpN_>
+// kM x kN tiles by warps of kWarpM x kWarpN; 64 k a stage, kStages of them on their way. Few rows are a matter of how many
+// bytes of the weight are on their way: small tiles, many stages.
+template <int kM_, int kN_, int kWarpM_, int kWarpN_, int kStages_>
 struct TileShape {
   static constexpr int kM = kM_, kN = kN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
-  static constexpr int kDepth = 32, kStages = 3;
+  static constexpr int kDepth = 64, kStages = kStages_;
   static constexpr int kThreads = kM / kWarpM * (kN / kWarpN) * kWarp;
 };
-using LargeTile = TileShape<128, 128, 64, 32>;
-using SmallTile = TileShape<32, 64, 16, 32>;
+using LargeTile = TileShape<128, 128, 64, 32, 3>;
+using SmallTile = TileShape<32, 32, 16, 16, 6>;
 
 template <class Shape, bool kTransposeA, bool kTransposeB>
 struct ProductStages {
@@ -208,20 +235,18 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
   const bf16* const b = static_cast<const bf16*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0);
   C* const c = static_cast<C*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0);
 
-  const auto fetch = [&](int64_t step) {
-    if (step * Shape::kDepth < tile.k) {
-      const int stage = static_cast<int>(step % Shape::kStages);
-      const int64_t k0 = step * Shape::kDepth;
-      if constexpr (kTransposeA) {
-        stages.a[stage].template fetch<Shape::kThreads>(a, p.lda, k0, tile.k, tile.m0, tile.m, p.fast_a);
-      } else {
-        stages.a[stage].template fetch<Shape::kThreads>(a, p.lda, tile.m0, tile.m, k0, tile.k, p.fast_a);
-      }
-      if constexpr (kTransposeB) {
-        stages.b[stage].template fetch<Shape::kThreads>(b, p.ldb, tile.n0, p.n, k0, tile.k, p.fast_b);
-      } else {
-        stages.b[stage].template fetch<Shape::kThreads>(b, p.ldb, k0, tile.k, tile.n0, p.n, p.fast_b);
-      }
+  PartReader<kTransposeA ? Shape::kDepth : Shape::kM, kTransposeA ? Shape::kM : Shape::kDepth, !kTransposeA,
+             Shape::kThreads>
+      read_a(a, p.lda, tile.m0, tile.m, p.fast_a);
+  PartReader<kTransposeB ? Shape::kN : Shape::kDepth, kTransposeB ? Shape::kDepth : Shape::kN, kTransposeB,
+             Shape::kThreads>
+      read_b(b, p.ldb, tile.n0, p.n, p.fast_b);
+  const auto fetch = [&](int step) {
+    const int64_t k_left = tile.k - int64_t{step} * Shape::kDepth;
+    if (k_left > 0) {
+      const int stage = step % Shape::kStages;
+      read_a.fetch(stages.a[stage], k_left);
+      read_b.fetch(stages.b[stage], k_left);
     }
     commit_copies();  // an empty group too, so that counting groups counts steps
   };
@@ -249,13 +274,13 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
     }
   }
 
-  const int64_t steps = (tile.k + Shape::kDepth - 1) / Shape::kDepth;
-  for (int64_t step = 0; step < Shape::kStages - 1; ++step) fetch(step);
-  for (int64_t step = 0; step < steps; ++step) {
+  const int steps = static_cast<int>((tile.k + Shape::kDepth - 1) / Shape::kDepth);
+  for (int step = 0; step < Shape::kStages - 1; ++step) fetch(step);
+  for (int step = 0; step < steps; ++step) {
     await_copies<Shape::kStages - 2>();
     __syncthreads();  // the step's data is there for all, and the stage fetched into next has been read by all
     fetch(step + Shape::kStages - 1);
-    const int stage = static_cast<int>(step % Shape::kStages);
+    const int stage = step % Shape::kStages;
     const auto& as = stages.a[stage];
     const auto& bs = stages.b[stage];
 #pragma unroll

@@ -54,7 +54,7 @@ TEST_P(GemmCudaTest, EqualsReference) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const auto [m, n, k] : {std::tuple<int64_t, int64_t, int64_t>{1, 1, 1}, {3, 5, 7}, {33, 70, 40}, {64, 128, 64},
+  for (const auto& [m, n, k] : {std::tuple<int64_t, int64_t, int64_t>{1, 1, 1}, {3, 5, 7}, {33, 70, 40}, {64, 128, 64},
                                {130, 136, 200}, {300, 96, 33}, {0, 8, 8}, {8, 8, 0}}) {
     for (const bool transpose_a : {false, true}) {
       for (const bool transpose_b : {false, true}) {
@@ -78,7 +78,7 @@ TEST_P(GemmRowsCudaTest, RowIgnoresTheOthers) {
   const auto [dtype_a, dtype_b] = GetParam();
   TensorPool host(2);
   CudaPool device;
-  for (const auto [n, k] : {std::pair<int64_t, int64_t>{256, 512}, {97, 131}}) {
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{256, 512}, {97, 131}}) {
     const Tensor a = device.copy(random_as(host, dtype_a, {300, k}), dtype_a);
     const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
     const Tensor whole = device.output(kF32, {300, n}), part = device.output(kF32, {300, n});
@@ -108,7 +108,7 @@ TEST_P(GemmRowsCudaTest, LargeAndSmallTilesAgree) {
   const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
   const Tensor whole = device.output(kBf16, {m, n});
   launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
-  for (const auto [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {777, 800}, {1000, 1100}, {1499, 1500}}) {
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {777, 800}, {1000, 1100}, {1499, 1500}}) {
     const Tensor part = device.output(kBf16, {end - begin, n});
     launch(Gemm{.a = a.slice(0, begin, end), .b = b, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
     testing::expect_same_bits_on_device(part, whole.slice(0, begin, end));

@@ -40,6 +40,19 @@ __device__ Mass block_mass(Mass value) {
   return sum;
 }
 
+// sums[own] += w for every lane. Few digits are common: the lanes of one add up before they meet the other warps.
+__device__ __forceinline__ void add_by_digit(Mass* sums, int own, Mass w) {
+  unsigned pending = __ballot_sync(0xffffffffu, w != 0);
+  while (pending != 0) {
+    const int leader = __ffs(static_cast<int>(pending)) - 1;
+    const bool mine = own == __shfl_sync(0xffffffffu, own, leader);
+    Mass sum = mine ? w : 0;
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (static_cast<int>(threadIdx.x % kWarp) == leader) atomicAdd(&sums[own], sum);
+    pending &= ~__ballot_sync(0xffffffffu, mine);
+  }
+}
+
 // The key of the token, going down the ranks, at which the sum of weight(i) over keys >= lowest first reaches `wanted`, which
 // is at least 1 and at most the sum of all: a digit of eight bits a pass.
 template <class F>
@@ -52,12 +65,16 @@ __device__ Key key_where(const Row& row, Key lowest, Mass wanted, F&& weight) {
     for (int d = threadIdx.x; d < 256; d += kSoftmaxThreads) sums[d] = 0;
     __syncthreads();
     const Key mask = shift == 56 ? 0 : ~Key{0} << (shift + 8);
-    for (int64_t i = threadIdx.x; i < row.vocab; i += kSoftmaxThreads) {
-      if (!row.finite(i)) continue;
-      const Key key = key_of(row.logits[i], i);
-      if (key < lowest || (key & mask) != prefix) continue;
-      const Mass w = weight(i);
-      if (w != 0) atomicAdd(&sums[key >> shift & 255], w);
+    for (int64_t base = 0; base < row.vocab; base += kSoftmaxThreads) {
+      const int64_t i = base + threadIdx.x;
+      Mass w = 0;
+      int own = 0;
+      if (i < row.vocab && row.finite(i)) {
+        const Key key = key_of(row.logits[i], i);
+        own = static_cast<int>(key >> shift & 255);
+        if (key >= lowest && (key & mask) == prefix) w = weight(i);
+      }
+      add_by_digit(sums, own, w);
     }
     __syncthreads();
     if (threadIdx.x == 0) {

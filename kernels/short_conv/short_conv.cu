@@ -41,15 +41,42 @@ __device__ Inputs<X> inputs_of(Rows<const X> x, const Tail& tail, const DeviceSe
           taps};
 }
 
+constexpr int kRows = 16;  // of a block
+
+// A thread walks down the rows of one channel: the inputs that the next row needs stay in registers.
 template <class X>
 __global__ void short_conv(Rows<const X> x, Rows<const float> w, DeviceSequences sequences, Tail tail, Rows<X> y,
-                           int64_t channels, int64_t taps) {
-  const int64_t row = blockIdx.x, c = int64_t{blockIdx.y} * kChannels + threadIdx.x;
+                           int64_t rows, int64_t channels, int taps) {
+  const int64_t c = int64_t{blockIdx.y} * kChannels + threadIdx.x;
   if (c >= channels) return;
-  const int b = sequence_of(sequences.row_begin, sequences.count, row);
-  const Inputs<X> inputs = inputs_of(x, tail, sequences, b, taps);
-  const float z = inputs.convolve(w[c], row - inputs.begin, c);
-  store(y[row] + c, z * sigmoid(z));
+  const int64_t first = int64_t{blockIdx.x} * kRows, end = min(first + kRows, rows);
+  float weights[kTapsMax], window[kTapsMax];
+#pragma unroll
+  for (int j = 0; j < kTapsMax; ++j) weights[j] = j < taps ? w[c][j] : 0.0f;
+  int b = sequence_of(sequences.row_begin, sequences.count, first);
+  int64_t sequence_end = first;  // so that the first row fills the window
+  for (int64_t row = first; row < end; ++row) {
+    if (row >= sequence_end) {
+      if (row > first) b = sequence_of(sequences.row_begin, sequences.count, row);
+      const Inputs<X> inputs = inputs_of(x, tail, sequences, b, taps);
+      sequence_end = sequences.row_begin[b + 1];
+#pragma unroll
+      for (int j = 0; j < kTapsMax - 1; ++j) {
+        if (j < taps - 1) window[j] = inputs.at(row - inputs.begin - (taps - 1) + j, c);
+      }
+    }
+    const float fresh = load(x[row] + c);
+    float z = 0.0f;  // the chain of Inputs::convolve
+#pragma unroll
+    for (int j = 0; j < kTapsMax; ++j) {
+      if (j < taps) z = fmaf(weights[j], j == taps - 1 ? fresh : window[j], z);
+    }
+#pragma unroll
+    for (int j = 0; j < kTapsMax - 1; ++j) {
+      if (j < taps - 1) window[j] = j == taps - 2 ? fresh : window[j + 1];
+    }
+    store(y[row] + c, z * sigmoid(z));
+  }
 }
 
 // One block a sequence and 128 channels: its last inputs, read before any is written.
@@ -122,8 +149,10 @@ void launch_cuda<ShortConv>(const ShortConv& args, Stream& stream) {
     const Rows<const X> x = rows_of<const X>(args.x);
     const DeviceSequences sequences = on_device(args.sequences);
     if (rows > 0) {
-      short_conv<X><<<dim3(static_cast<unsigned>(rows), blocks), kChannels, 0, cuda_stream(stream)>>>(
-          x, rows_of<const float>(args.w), sequences, tail, rows_of<X>(args.y), channels, taps);
+      const dim3 grid(static_cast<unsigned>(divide_up(rows, kRows)), blocks);
+      short_conv<X><<<grid, kChannels, 0, cuda_stream(stream)>>>(x, rows_of<const float>(args.w), sequences, tail,
+                                                                rows_of<X>(args.y), rows, channels,
+                                                                static_cast<int>(taps));
     }
     if (kept && taps > 1 && sequences.count > 0) {
       keep_tail<X><<<dim3(static_cast<unsigned>(sequences.count), blocks), kChannels, 0, cuda_stream(stream)>>>(
