@@ -1,5 +1,7 @@
 #include "kernels/short_conv/short_conv.h"
 
+#include <type_traits>
+
 #include "kernels/cuda/activations.cuh"
 #include "kernels/cuda/column_sums.cuh"
 #include "kernels/launch_cuda.h"
@@ -44,38 +46,41 @@ __device__ Inputs<X> inputs_of(Rows<const X> x, const Tail& tail, const DeviceSe
 constexpr int kRows = 16;  // of a block
 
 // A thread walks down the rows of one channel: the inputs that the next row needs stay in registers.
-template <class X>
+template <int kTaps, class X>
 __global__ void short_conv(Rows<const X> x, Rows<const float> w, DeviceSequences sequences, Tail tail, Rows<X> y,
-                           int64_t rows, int64_t channels, int taps) {
+                           int64_t rows, int64_t channels) {
   const int64_t c = int64_t{blockIdx.y} * kChannels + threadIdx.x;
   if (c >= channels) return;
   const int64_t first = int64_t{blockIdx.x} * kRows, end = min(first + kRows, rows);
-  float weights[kTapsMax], window[kTapsMax];
+  float weights[kTaps], window[kTaps];  // the window's last is the row's own input
 #pragma unroll
-  for (int j = 0; j < kTapsMax; ++j) weights[j] = j < taps ? w[c][j] : 0.0f;
+  for (int j = 0; j < kTaps; ++j) weights[j] = w[c][j];
   int b = sequence_of(sequences.row_begin, sequences.count, first);
   int64_t sequence_end = first;  // so that the first row fills the window
   for (int64_t row = first; row < end; ++row) {
     if (row >= sequence_end) {
       if (row > first) b = sequence_of(sequences.row_begin, sequences.count, row);
-      const Inputs<X> inputs = inputs_of(x, tail, sequences, b, taps);
+      const Inputs<X> inputs = inputs_of(x, tail, sequences, b, kTaps);
       sequence_end = sequences.row_begin[b + 1];
 #pragma unroll
-      for (int j = 0; j < kTapsMax - 1; ++j) {
-        if (j < taps - 1) window[j] = inputs.at(row - inputs.begin - (taps - 1) + j, c);
-      }
+      for (int j = 0; j < kTaps - 1; ++j) window[j] = inputs.at(row - inputs.begin - (kTaps - 1) + j, c);
     }
-    const float fresh = load(x[row] + c);
+    window[kTaps - 1] = load(x[row] + c);
     float z = 0.0f;  // the chain of Inputs::convolve
 #pragma unroll
-    for (int j = 0; j < kTapsMax; ++j) {
-      if (j < taps) z = fmaf(weights[j], j == taps - 1 ? fresh : window[j], z);
-    }
+    for (int j = 0; j < kTaps; ++j) z = fmaf(weights[j], window[j], z);
 #pragma unroll
-    for (int j = 0; j < kTapsMax - 1; ++j) {
-      if (j < taps - 1) window[j] = j == taps - 2 ? fresh : window[j + 1];
-    }
+    for (int j = 0; j < kTaps - 1; ++j) window[j] = window[j + 1];
     store(y[row] + c, z * sigmoid(z));
+  }
+}
+
+// Calls f with the number of taps as a constant.
+template <int kTaps = 1, class F>
+void with_taps(int64_t taps, F&& f) {
+  if constexpr (kTaps <= kTapsMax) {
+    if (taps == kTaps) return f(std::integral_constant<int, kTaps>());
+    with_taps<kTaps + 1>(taps, f);
   }
 }
 
@@ -150,9 +155,10 @@ void launch_cuda<ShortConv>(const ShortConv& args, Stream& stream) {
     const DeviceSequences sequences = on_device(args.sequences);
     if (rows > 0) {
       const dim3 grid(static_cast<unsigned>(divide_up(rows, kRows)), blocks);
-      short_conv<X><<<grid, kChannels, 0, cuda_stream(stream)>>>(x, rows_of<const float>(args.w), sequences, tail,
-                                                                rows_of<X>(args.y), rows, channels,
-                                                                static_cast<int>(taps));
+      with_taps(taps, [&](auto count) {
+        short_conv<decltype(count)::value, X><<<grid, kChannels, 0, cuda_stream(stream)>>>(
+            x, rows_of<const float>(args.w), sequences, tail, rows_of<X>(args.y), rows, channels);
+      });
     }
     if (kept && taps > 1 && sequences.count > 0) {
       keep_tail<X><<<dim3(static_cast<unsigned>(sequences.count), blocks), kChannels, 0, cuda_stream(stream)>>>(
