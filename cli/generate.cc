@@ -7,6 +7,7 @@
 #include "cli/commands.h"
 #include "cli/runtime.h"
 #include "kernels/sampling/sampling.h"
+#include "model/host_values.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::cli {
@@ -56,10 +57,11 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
   const int64_t max_tokens = std::min(flags.max_tokens, config.max_positions - prompt_tokens + 1);
   ASSIGN_OR_RETURN(const std::unique_ptr<model::Cache> cache,
                    model::Cache::create(config, {.tokens = prompt_tokens + max_tokens, .sequences = 1,
-                                                 .dtype = runtime.loaded.store.dtype()}));
+                                                 .dtype = runtime.loaded.store.dtype()},
+                                        runtime.stream.get()));
   ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
   std::optional<model::WeightPanels> panels;
-  if (flags.weight_panels) {
+  if (flags.weight_panels && !runtime.stream->on_cuda()) {
     ASSIGN_OR_RETURN(panels, model::WeightPanels::create(runtime.loaded.store));
   }
   Generation out;
@@ -71,7 +73,7 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
                              .cached = {sequence}};
     ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
                      model::prepare_batch(config, batch, cache.get(), runtime.arena, *runtime.stream));
-    model::Step step{*runtime.stream, runtime.arena, prepared, panels ? &*panels : nullptr};
+    model::Step step = runtime.step(prepared, panels ? &*panels : nullptr);
     const kernels::Tensor hidden = runtime.model->forward(weights, step, nullptr);
     pending.erase(pending.begin(), pending.begin() + count);
     if (!pending.empty()) continue;
@@ -79,17 +81,17 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
     const kernels::SamplingRow row{.temperature = flags.temperature, .top_k = flags.top_k, .top_p = flags.top_p,
                                    .min_p = flags.min_p, .seed = flags.seed,
                                    .counter = static_cast<uint64_t>(prompt_tokens) + out.ids.size()};
-    const kernels::Tensor token = step.ints({1}), logprob = step.alloc({1}), truncated = step.ints({1});
+    const kernels::Tensor token = step.ints({1}), logprob = step.island({1}), truncated = step.ints({1});
     kernels::launch(kernels::Sampling{.logits = logits, .rows = &row, .tokens = token, .logprob = logprob,
                                       .truncated = truncated},
                     *runtime.stream);
-    const int32_t id = token.i32()[0];
+    const int32_t id = model::host_values<int32_t>(token, *runtime.stream)[0];
     if (id < 0) {
       return absl::DataLossError(absl::StrCat(flags.runtime.model, ": the logits of token ", out.ids.size(),
                                               " are not finite numbers"));
     }
     out.ids.push_back(id);
-    out.logprobs.push_back(logprob.f32()[0]);
+    out.logprobs.push_back(model::host_values<float>(logprob, *runtime.stream)[0]);
     pending = {id};
     if (!flags.ignore_eos && std::find(config.eos.begin(), config.eos.end(), id) != config.eos.end()) {
       out.finish_reason = "stop";
@@ -134,6 +136,7 @@ Run add_generate(CLI::App& app) {
   app.add_flag("--ignore-eos", flags->ignore_eos, "Go on after an end-of-sequence token");
   app.add_flag("!--no-weight-panels", flags->weight_panels, "Keep one copy of the weights: less memory, slower");
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
+  app.add_option("--device", flags->runtime.device, "cpu or cuda");
   app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [...]}");
   return [flags] { return generate(*flags); };

@@ -5,6 +5,7 @@
 
 #include "cli/commands.h"
 #include "cli/runtime.h"
+#include "model/host_values.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::cli {
@@ -23,23 +24,25 @@ absl::Status logprobs(const Flags& flags) {
   const model::Batch batch{.tokens = ids, .lengths = {static_cast<int64_t>(ids.size())}, .cached = {}};
   ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
                    model::prepare_batch(runtime.model->config(), batch, nullptr, runtime.arena, *runtime.stream));
-  model::Step step{*runtime.stream, runtime.arena, prepared};
+  model::Step step = runtime.step(prepared);
   const model::ModelWeights& weights = runtime.loaded.store.tensors();
   const kernels::Tensor hidden = runtime.model->forward(weights, step, nullptr);
-  const kernels::Tensor targets = step.ints({prepared.rows()});
-  for (size_t i = 0; i < ids.size(); ++i) targets.i32()[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
-  const kernels::Tensor values =
-      runtime.model->log_probs(weights, hidden, targets, /*temperature=*/1.0f, /*entropy=*/false, step).logprob;
+  std::vector<int32_t> targets(ids.begin() + (ids.empty() ? 0 : 1), ids.end());
+  targets.resize(ids.size(), -1);
+  const std::vector<float> values = model::host_values<float>(
+      runtime.model->log_probs(weights, hidden, step.upload(targets), /*temperature=*/1.0f, /*entropy=*/false, step)
+          .logprob,
+      *runtime.stream);
 
   for (size_t i = 0; i + 1 < ids.size(); ++i) {
-    if (std::isfinite(values.f32()[i])) continue;
+    if (std::isfinite(values[i])) continue;
     return absl::DataLossError(absl::StrCat(flags.runtime.model, ": the log-prob of token ", i + 1,
                                             " is not a finite number"));
   }
   nlohmann::ordered_json out;
   out["ids"] = ids;
   out["logprobs"] = nlohmann::ordered_json::array({nullptr});
-  for (size_t i = 0; i + 1 < ids.size(); ++i) out["logprobs"].push_back(values.f32()[i]);
+  for (size_t i = 0; i + 1 < ids.size(); ++i) out["logprobs"].push_back(values[i]);
   if (flags.json) {
     std::printf("%s\n", out.dump().c_str());
   } else {
@@ -47,7 +50,7 @@ absl::Status logprobs(const Flags& flags) {
       if (i == 0) {
         std::printf("%8d  -\n", ids[i]);
       } else {
-        std::printf("%8d  %.6f\n", ids[i], static_cast<double>(values.f32()[i - 1]));
+        std::printf("%8d  %.6f\n", ids[i], static_cast<double>(values[i - 1]));
       }
     }
   }
@@ -61,6 +64,7 @@ Run add_logprobs(CLI::App& app) {
   app.add_option("--model", flags->runtime.model, "Model directory")->required();
   app.add_option("--ids", flags->ids, "Token ids, such as 5,9,17")->required();
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
+  app.add_option("--device", flags->runtime.device, "cpu or cuda");
   app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [null, ...]}");
   return [flags] { return logprobs(*flags); };

@@ -16,6 +16,7 @@ namespace slipstream::cli {
 struct RuntimeFlags {
   std::string model;
   std::string dtype = "fp32";
+  std::string device = "cpu";  // or cuda: the first one
   int threads = 2;
 };
 
@@ -26,6 +27,10 @@ struct Runtime {
   kernels::Arena arena;
 
   static absl::StatusOr<Runtime> open(const RuntimeFlags& flags);
+  // One pass over `prepared`. On CUDA activations have the dtype of the weights.
+  model::Step step(const model::PreparedBatch& prepared, model::WeightPanels* panels = nullptr) {
+    return {*stream, arena, prepared, panels, stream->on_cuda() ? loaded.store.dtype() : kernels::DType::kF32};
+  }
 };
 
 // InvalidArgument naming `flag`: ids outside the vocabulary, or more than the model has positions.

@@ -12,6 +12,8 @@ target_compile_options(slipstream_flags INTERFACE
     -ffp-contract=off>)
 # GCC's warnings are errors. Clang, which builds the fuzzers only, has others of its own.
 target_compile_options(slipstream_flags INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Werror>)
+# The same on the device: no contraction but by name.
+target_compile_options(slipstream_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --extended-lambda>)
 if(SLIPSTREAM_SANITIZE)
   target_compile_options(slipstream_flags INTERFACE
     $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SLIPSTREAM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer>)
@@ -81,7 +83,8 @@ function(slipstream_fuzzer file)
   target_link_options(${name} PRIVATE -fsanitize=fuzzer)
 endfunction()
 
-# slipstream_operator(<op>): kernels/<op>/<op>{.h,_ref.cc,_simd.cc,.cu,_test.cc,_bench.cc}.
+# slipstream_operator(<op>): kernels/<op>/<op>{.h,_ref.cc,_simd.cc,.cu,_test.cc,_cuda_test.cc,_bench.cc}. The tests of all
+# .cu files are one binary, kernels_cuda_test: it is carried to the machine that has the device.
 function(slipstream_operator op)
   set(stem ${CMAKE_CURRENT_SOURCE_DIR}/${op}/${op})
   target_sources(slipstream_kernels PRIVATE ${stem}_ref.cc ${stem}_simd.cc)
@@ -93,6 +96,10 @@ function(slipstream_operator op)
   endif()
   if(SLIPSTREAM_HAS_CUDA AND EXISTS ${stem}.cu)
     target_sources(slipstream_kernels PRIVATE ${stem}.cu)
+    set_source_files_properties(${stem}_simd.cc ${stem}.cu PROPERTIES COMPILE_DEFINITIONS SLIPSTREAM_CUDA_FORM)
+  endif()
+  if(SLIPSTREAM_HAS_CUDA AND BUILD_TESTING AND EXISTS ${stem}_cuda_test.cc)
+    target_sources(kernels_cuda_test PRIVATE ${stem}_cuda_test.cc)
   endif()
   slipstream_test(${op}/${op}_test LABEL unit DEPENDS slipstream_kernels slipstream_kernels_testing)
   if(EXISTS ${stem}_bench.cc)

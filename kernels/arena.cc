@@ -3,8 +3,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
+
+#include "kernels/cuda/runtime.h"
+#include "kernels/stream.h"
 
 namespace slipstream::kernels {
 
@@ -18,7 +20,18 @@ absl::StatusOr<Arena> Arena::create_cpu(int64_t bytes) {
   // Large pages where the system grants them: a pass touches hundreds of MiB once, and each small page is a fault and
   // a miss of the address cache. A refusal costs speed only.
   madvise(base, static_cast<size_t>(bytes), MADV_HUGEPAGE);
-  return Arena(static_cast<char*>(base), bytes);
+  return Arena(static_cast<char*>(base), bytes, Device{});
+}
+
+absl::StatusOr<Arena> Arena::create_cuda(int32_t index, int64_t bytes) {
+  if (bytes <= 0) return absl::InvalidArgumentError(absl::StrCat("arena bytes: ", bytes, ", expected > 0"));
+  RETURN_IF_ERROR(cuda::select_device(index));
+  ASSIGN_OR_RETURN(void* const base, cuda::allocate(bytes));
+  return Arena(static_cast<char*>(base), bytes, Device{DeviceKind::kCuda, index});
+}
+
+absl::StatusOr<Arena> Arena::create(Device device, int64_t bytes) {
+  return device.kind == DeviceKind::kCuda ? create_cuda(device.index, bytes) : create_cpu(bytes);
 }
 
 Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
@@ -28,31 +41,38 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(capacity_, other.capacity_);
   std::swap(used_, other.used_);
   std::swap(peak_, other.peak_);
+  std::swap(device_, other.device_);
   return *this;
 }
 
 Arena::~Arena() {
-  if (base_ != nullptr) munmap(base_, static_cast<size_t>(capacity_));
+  if (base_ == nullptr) return;
+  if (device_.kind == DeviceKind::kCuda) {
+    cuda::release(base_);
+  } else {
+    munmap(base_, static_cast<size_t>(capacity_));
+  }
 }
 
 Tensor Arena::alloc(DType dtype, std::initializer_list<int64_t> shape) {
-  return take(Tensor(base_ + used_, dtype, shape));
+  return take(Tensor(base_ + used_, dtype, shape, device_));
 }
 
 Tensor Arena::alloc(DType dtype, const std::vector<int64_t>& shape) {
-  return take(Tensor(base_ + used_, dtype, shape.data(), static_cast<int>(shape.size())));
+  return take(Tensor(base_ + used_, dtype, shape.data(), static_cast<int>(shape.size()), device_));
 }
 
 Tensor Arena::take(Tensor tensor) {
-  used_ += (tensor.bytes() + 63) / 64 * 64;
+  const int64_t alignment = device_.kind == DeviceKind::kCuda ? 256 : 64;
+  used_ += (tensor.bytes() + alignment - 1) / alignment * alignment;
   CHECK_LE(used_, capacity_);
   peak_ = std::max(peak_, used_);
   return tensor;
 }
 
-Tensor Arena::zeros(DType dtype, std::initializer_list<int64_t> shape) {
+Tensor Arena::zeros(DType dtype, std::initializer_list<int64_t> shape, Stream& stream) {
   const Tensor tensor = alloc(dtype, shape);
-  std::memset(tensor.raw(), 0, static_cast<size_t>(tensor.bytes()));
+  stream.zero(tensor);
   return tensor;
 }
 

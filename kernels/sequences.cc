@@ -2,15 +2,17 @@
 
 #include <vector>
 
-#include "kernels/validate.h"
-
 namespace slipstream::kernels {
 
-absl::Status expect_sequences(const char* op, const Sequences& sequences, int64_t rows) {
+absl::Status expect_sequences(const Operands& op, const Sequences& sequences, int64_t rows) {
   RETURN_IF_ERROR(expect_tensor(op, "cached", sequences.cached, DType::kI32, {-1}));
   const int64_t count = sequences.count();
   RETURN_IF_ERROR(expect_tensor(op, "row_begin", sequences.row_begin, DType::kI32, {count + 1}));
-  bool ascending = sequences.row_begin.i32()[0] == 0;
+  if (!on_host(sequences.cached)) {
+    RETURN_IF_ERROR(expect_tensor(Operands(op.op()), "host_cached", sequences.host_cached, DType::kI32, {count}));
+    RETURN_IF_ERROR(expect_tensor(Operands(op.op()), "host_row_begin", sequences.host_row_begin, DType::kI32, {count + 1}));
+  }
+  bool ascending = sequences.begin(0) == 0;
   for (int64_t b = 0; b < count; ++b) {
     ascending = ascending && sequences.begin(b) <= sequences.end(b) && sequences.cached_tokens(b) >= 0;
   }
@@ -23,13 +25,14 @@ bool Sequences::whole() const {
   return all;
 }
 
-absl::Status expect_whole(const char* op, const Sequences& sequences) {
+absl::Status expect_whole(const Operands& op, const Sequences& sequences) {
   return expect_that(op, sequences.whole(), "every sequence must be whole: cached == 0");
 }
 
-absl::Status expect_slots(const char* op, const Tensor& slots, const Sequences& sequences,
+absl::Status expect_slots(const Operands& op, const Tensor& slots, const Sequences& sequences,
                           int64_t slot_count) {
   RETURN_IF_ERROR(expect_tensor(op, "slots", slots, DType::kI32, {sequences.count()}));
+  if (!on_host(slots)) return absl::OkStatus();
   std::vector<bool> used(static_cast<size_t>(slot_count), false);
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const int32_t slot = slots.i32()[b];
@@ -40,7 +43,7 @@ absl::Status expect_slots(const char* op, const Tensor& slots, const Sequences& 
   return absl::OkStatus();
 }
 
-absl::Status expect_paged(const char* op, const char* name, const PagedRows& rows, const Sequences& sequences,
+absl::Status expect_paged(const Operands& op, const char* name, const PagedRows& rows, const Sequences& sequences,
                           int64_t width, int64_t tokens_per_row) {
   RETURN_IF_ERROR(expect_weight(op, name, rows.pool, {-1, kPageRows, width}));
   RETURN_IF_ERROR(expect_tensor(op, "page_table", rows.page_table, DType::kI32, {sequences.count(), -1}));
@@ -48,7 +51,7 @@ absl::Status expect_paged(const char* op, const char* name, const PagedRows& row
     const int64_t tokens = sequences.cached_tokens(b) + sequences.end(b) - sequences.begin(b);
     const int64_t pages = (tokens / tokens_per_row + kPageRows - 1) / kPageRows;
     RETURN_IF_ERROR(expect_that(op, pages <= rows.page_table.size(1), "page_table: too few pages for a sequence"));
-    for (int64_t i = 0; i < pages; ++i) {
+    for (int64_t i = 0; i < pages && on_host(rows.page_table); ++i) {
       const int32_t page = rows.page_table.i32()[b * rows.page_table.stride(0) + i];
       RETURN_IF_ERROR(expect_that(op, page >= 0 && page < rows.pool.size(0), "page_table: page out of range"));
     }

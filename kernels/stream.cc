@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <thread>
 #include <vector>
+
+#include "kernels/cuda/runtime.h"
 
 namespace slipstream::kernels {
 namespace {
@@ -14,6 +17,8 @@ namespace {
 constexpr int64_t kScratchBytesMax = int64_t{1} << 34;
 // A worker looks for new work this many times before it sleeps: kernels follow one another within microseconds.
 constexpr int kSpins = 4000;
+// Pinned memory that uploads pass through. A step's integers are kilobytes: the queue is waited for once in many steps.
+constexpr int64_t kStagingBytes = int64_t{1} << 25;
 
 }  // namespace
 
@@ -117,21 +122,107 @@ absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cpu(int threads) {
   for (int i = 1; i < threads; ++i) {
     team->helpers.emplace_back([shared, i] { shared->help(*shared->workers[static_cast<size_t>(i)]); });
   }
-  return std::unique_ptr<Stream>(new Stream(std::move(team)));
+  return std::unique_ptr<Stream>(new Stream(std::move(team), nullptr, Device{}));
 }
 
-Stream::Stream(std::unique_ptr<Team> team) : team_(std::move(team)) {}
+struct Stream::Queue {
+  void* stream = nullptr;
+  char* staging = nullptr;
+  int64_t staged = 0;  // bytes of `staging` that copies under way may still read
+  Arena workspace;
+
+  explicit Queue(Arena arena) : workspace(std::move(arena)) {}
+  ~Queue() {
+    if (stream != nullptr) cuda::destroy_stream(stream);
+    if (staging != nullptr) cuda::release_pinned(staging);
+  }
+};
+
+absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cuda(int32_t index, int64_t workspace_bytes) {
+  ASSIGN_OR_RETURN(Arena workspace, Arena::create_cuda(index, workspace_bytes));
+  auto queue = std::make_unique<Queue>(std::move(workspace));
+  ASSIGN_OR_RETURN(queue->stream, cuda::create_stream());
+  ASSIGN_OR_RETURN(void* const staging, cuda::allocate_pinned(kStagingBytes));
+  queue->staging = static_cast<char*>(staging);
+  return std::unique_ptr<Stream>(new Stream(nullptr, std::move(queue), Device{DeviceKind::kCuda, index}));
+}
+
+Stream::Stream(std::unique_ptr<Team> team, std::unique_ptr<Queue> queue, Device device)
+    : team_(std::move(team)), queue_(std::move(queue)), device_(device) {}
+
+void* Stream::cuda() const {
+  CHECK(on_cuda());
+  return queue_->stream;
+}
+
+Arena& Stream::workspace() {
+  CHECK(on_cuda());
+  return queue_->workspace;
+}
+
+void Stream::synchronize() {
+  if (!on_cuda()) return;
+  cuda::synchronize(queue_->stream);
+  queue_->staged = 0;
+}
+
+void Stream::upload(const void* from, const Tensor& to) {
+  CHECK(to.dense() && to.device() == device_);
+  if (to.numel() == 0) return;
+  if (!on_cuda()) {
+    std::memcpy(to.raw(), from, static_cast<size_t>(to.bytes()));
+    return;
+  }
+  for (int64_t done = 0; done < to.bytes();) {
+    if (queue_->staged == kStagingBytes) synchronize();
+    const int64_t count = std::min(to.bytes() - done, kStagingBytes - queue_->staged);
+    char* const staging = queue_->staging + queue_->staged;
+    std::memcpy(staging, static_cast<const char*>(from) + done, static_cast<size_t>(count));
+    cuda::copy(static_cast<char*>(to.raw()) + done, staging, count, queue_->stream);
+    queue_->staged += count;
+    done += count;
+  }
+}
+
+void Stream::download(const Tensor& from, void* to) {
+  CHECK(from.dense() && from.device() == device_);
+  if (from.numel() == 0) return;
+  if (!on_cuda()) {
+    std::memcpy(to, from.raw(), static_cast<size_t>(from.bytes()));
+    return;
+  }
+  cuda::copy(to, from.raw(), from.bytes(), queue_->stream);
+  synchronize();
+}
+
+void Stream::zero(const Tensor& tensor) {
+  CHECK(tensor.dense() && tensor.device() == device_);
+  if (tensor.numel() == 0) return;
+  if (on_cuda()) {
+    cuda::zero(tensor.raw(), tensor.bytes(), queue_->stream);
+  } else {
+    std::memset(tensor.raw(), 0, static_cast<size_t>(tensor.bytes()));
+  }
+}
 
 Stream::~Stream() {
+  if (on_cuda()) {
+    synchronize();
+    return;
+  }
   team_->stopping.store(true, std::memory_order_release);
   team_->state.fetch_add(Team::kJob, std::memory_order_acq_rel);
   team_->state.notify_all();
   team_->helpers.clear();  // joins
 }
 
-int Stream::threads() const { return static_cast<int>(team_->workers.size()); }
+int Stream::threads() const {
+  CHECK(!on_cuda());
+  return static_cast<int>(team_->workers.size());
+}
 
 void Stream::parallel_for(int64_t n, int64_t grain, Task task) {
+  CHECK(!on_cuda());
   if (n <= 0) return;
   grain = std::max<int64_t>(grain, 1);
   Worker& self = *team_->workers[0];

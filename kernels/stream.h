@@ -1,4 +1,5 @@
-// Stream: where operators run. On the CPU it is a team of threads that computes before launch() returns.
+// Stream: where operators run. On the CPU it is a team of threads that computes before launch() returns; on CUDA a queue,
+// whose work runs in the order it was launched in.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +8,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "common/status.h"
+#include "kernels/arena.h"
 #include "kernels/tensor.h"
 
 namespace slipstream::kernels {
@@ -46,11 +48,29 @@ class Stream {
  public:
   // threads: 1..256, the calling thread included. InvalidArgument otherwise.
   static absl::StatusOr<std::unique_ptr<Stream>> create_cpu(int threads);
+  // workspace_bytes: device memory for what an operator needs while it runs. Makes the device the calling thread's.
+  // Unimplemented: built without CUDA. NotFound: no such device. ResourceExhausted: no memory.
+  static absl::StatusOr<std::unique_ptr<Stream>> create_cuda(int32_t index, int64_t workspace_bytes = int64_t{1} << 28);
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  Device device() const { return {}; }
+  Device device() const { return device_; }
+  bool on_cuda() const { return device_.kind == DeviceKind::kCuda; }
+  void synchronize();  // returns when everything enqueued is done
+
+  // Dense tensors between host memory and the stream's device, in the stream's order. upload: `from` may change once it
+  // returns. download: returns when `to` is there.
+  void upload(const void* from, const Tensor& to);
+  void download(const Tensor& from, void* to);
+  void zero(const Tensor& tensor);  // dense; enqueued
+
+  // Of a CUDA stream. The workspace is for one launch at a time: take from it within an ArenaScope. As the queue keeps its
+  // order, the next launch may have the same memory at once.
+  void* cuda() const;  // the cudaStream_t
+  Arena& workspace();
+
+  // Of a CPU stream, as is parallel_for.
   int threads() const;
 
   using Task = absl::FunctionRef<void(int64_t begin, int64_t end, Worker& worker)>;
@@ -60,8 +80,11 @@ class Stream {
 
  private:
   struct Team;
-  explicit Stream(std::unique_ptr<Team> team);
-  std::unique_ptr<Team> team_;
+  struct Queue;
+  Stream(std::unique_ptr<Team> team, std::unique_ptr<Queue> queue, Device device);
+  std::unique_ptr<Team> team_;    // on the CPU
+  std::unique_ptr<Queue> queue_;  // on CUDA
+  Device device_;
 };
 
 }  // namespace slipstream::kernels

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 
 #include "common/check.h"
 #include "kernels/bf16.h"
@@ -57,7 +58,7 @@ class Tensor {
   void* raw() const { return data_; }
   template <class T>
   T* data() const {
-    CHECK(DTypeOf<T>::value == dtype_);
+    CHECK(DTypeOf<std::remove_const_t<T>>::value == dtype_);
     return static_cast<T*>(data_);
   }
   float* f32() const { return data<float>(); }

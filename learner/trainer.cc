@@ -163,7 +163,7 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
   const Tensor dchosen =
       network_->log_probs_backward(weights, chosen, target_ids, micro.temperature, log_probs, dlogprob,
                                    dentropy, gradients_.tensors(), step);
-  const Tensor dhidden = arena_.zeros(kernels::DType::kF32, {hidden.size(0), width});
+  const Tensor dhidden = arena_.zeros(kernels::DType::kF32, {hidden.size(0), width}, stream_);
   scatter_rows(dchosen, rows, dhidden, stream_);
   network_->backward(weights, saved, dhidden, gradients_.tensors(), step);
   return absl::OkStatus();

@@ -41,18 +41,24 @@ absl::Status check_batch(const ModelConfig& config, const Batch& batch, Cache* c
   return absl::OkStatus();
 }
 
+kernels::Tensor uploaded(const std::vector<int32_t>& values, std::initializer_list<int64_t> shape,
+                         kernels::Arena& arena, kernels::Stream& stream) {
+  const kernels::Tensor t = arena.alloc(DType::kI32, shape);
+  stream.upload(values.data(), t);
+  return t;
+}
+
 // The page numbers of each sequence, padded with -1.
-kernels::Tensor page_table(const std::vector<std::vector<int32_t>>& pages, kernels::Arena& arena) {
+kernels::Tensor page_table(const std::vector<std::vector<int32_t>>& pages, kernels::Arena& arena,
+                           kernels::Stream& stream) {
   size_t widest = 1;
   for (const auto& list : pages) widest = std::max(widest, list.size());
   const int64_t width = static_cast<int64_t>(widest);
-  const kernels::Tensor table = arena.alloc(DType::kI32, {static_cast<int64_t>(pages.size()), width});
+  std::vector<int32_t> table(pages.size() * widest, -1);
   for (size_t b = 0; b < pages.size(); ++b) {
-    int32_t* row = table.i32() + static_cast<int64_t>(b) * width;
-    std::fill(row, row + width, -1);
-    std::copy(pages[b].begin(), pages[b].end(), row);
+    std::copy(pages[b].begin(), pages[b].end(), table.begin() + static_cast<int64_t>(b) * width);
   }
-  return table;
+  return uploaded(table, {static_cast<int64_t>(pages.size()), width}, arena, stream);
 }
 
 }  // namespace
@@ -65,15 +71,12 @@ absl::StatusOr<PreparedBatch> prepare_batch(const ModelConfig& config, const Bat
   PreparedBatch out;
   out.cache = use_cache ? cache : nullptr;
   out.cache_ids = batch.cached;
-  out.ids = arena.alloc(DType::kI32, {rows});
-  std::copy(batch.tokens.begin(), batch.tokens.end(), out.ids.i32());
-  out.sequences.row_begin = arena.alloc(DType::kI32, {count + 1});
-  out.sequences.cached = arena.alloc(DType::kI32, {count});
-  out.slots = arena.alloc(DType::kI32, {count});
-  const kernels::Tensor positions = arena.alloc(DType::kI32, {rows});
+  out.ids = uploaded(batch.tokens, {rows}, arena, stream);
+  out.host_sequences = std::make_shared<PreparedBatch::HostSequences>();
+  std::vector<int32_t>&row_begin = out.host_sequences->row_begin, &cached = out.host_sequences->cached;
+  std::vector<int32_t> slots, positions;
   const int64_t pool = config.index_pool();
   std::vector<std::vector<int32_t>> token_pages(batch.lengths.size()), pool_pages(batch.lengths.size());
-  int32_t row = 0;
   for (size_t b = 0; b < batch.lengths.size(); ++b) {
     int64_t before = 0;
     if (use_cache) {
@@ -89,7 +92,7 @@ absl::StatusOr<PreparedBatch> prepare_batch(const ModelConfig& config, const Bat
       const Cache::Sequence& sequence = cache->sequence(batch.cached[b]);
       token_pages[b] = sequence.pages;
       pool_pages[b] = sequence.pool_pages;
-      out.slots.i32()[b] = sequence.slot;
+      slots.push_back(sequence.slot);
     } else {
       for (int64_t i = 0; i < pages_for(tokens); ++i) {
         token_pages[b].push_back(static_cast<int32_t>(out.token_page_count++));
@@ -97,20 +100,25 @@ absl::StatusOr<PreparedBatch> prepare_batch(const ModelConfig& config, const Bat
       for (int64_t i = 0; i < pages_for(tokens / pool); ++i) {
         pool_pages[b].push_back(static_cast<int32_t>(out.pool_page_count++));
       }
-      out.slots.i32()[b] = static_cast<int32_t>(b);
+      slots.push_back(static_cast<int32_t>(b));
     }
-    out.sequences.row_begin.i32()[b] = row;
-    out.sequences.cached.i32()[b] = static_cast<int32_t>(before);
-    for (int64_t i = 0; i < batch.lengths[b]; ++i) positions.i32()[row++] = static_cast<int32_t>(before + i);
+    row_begin.push_back(static_cast<int32_t>(positions.size()));
+    cached.push_back(static_cast<int32_t>(before));
+    for (int64_t i = 0; i < batch.lengths[b]; ++i) positions.push_back(static_cast<int32_t>(before + i));
     out.longest = std::max(out.longest, tokens);
   }
-  out.sequences.row_begin.i32()[count] = row;
-  out.token_pages = page_table(token_pages, arena);
-  out.pool_pages = page_table(pool_pages, arena);
+  row_begin.push_back(static_cast<int32_t>(rows));
+  out.sequences = {.row_begin = uploaded(row_begin, {count + 1}, arena, stream),
+                   .cached = uploaded(cached, {count}, arena, stream),
+                   .host_row_begin = kernels::Tensor(row_begin.data(), DType::kI32, {count + 1}),
+                   .host_cached = kernels::Tensor(cached.data(), DType::kI32, {count})};
+  out.slots = uploaded(slots, {count}, arena, stream);
+  out.token_pages = page_table(token_pages, arena, stream);
+  out.pool_pages = page_table(pool_pages, arena, stream);
   if (config.rotary() > 0) {
     out.cos = arena.alloc(DType::kF32, {rows, config.rotary() / 2});
     out.sin = arena.alloc(DType::kF32, {rows, config.rotary() / 2});
-    kernels::launch(kernels::RopeTable{positions, out.cos, out.sin, config.rope_theta}, stream);
+    kernels::launch(kernels::RopeTable{uploaded(positions, {rows}, arena, stream), out.cos, out.sin, config.rope_theta}, stream);
   }
   return out;
 }

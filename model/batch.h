@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/status.h"
@@ -20,10 +21,14 @@ struct Batch {
   std::vector<int64_t> cached;   // cache sequence ids, or empty
 };
 
-// A Batch as tensors, shared by all layers. Lives in the arena it was prepared in.
+// A Batch as tensors on the stream's device, shared by all layers. Lives in the arena it was prepared in.
 struct PreparedBatch {
   kernels::Tensor ids;            // [T] i32
   kernels::Sequences sequences;
+  struct HostSequences {
+    std::vector<int32_t> row_begin, cached;
+  };
+  std::shared_ptr<HostSequences> host_sequences;  // what `sequences` points to in host memory
   kernels::Tensor cos, sin;       // [T, rotary/2] f32; absent without RoPE
   kernels::Tensor token_pages;    // [B, n] i32
   kernels::Tensor pool_pages;     // [B, n] i32
@@ -40,7 +45,7 @@ struct PreparedBatch {
 
 // Checks the batch against the model and the cache and reserves room in it. InvalidArgument: a token outside the vocabulary,
 // lengths that do not add up, a sequence longer than max_position_embeddings, a cache sequence named twice. NotFound: an
-// unknown cache sequence. ResourceExhausted: the cache is full.
+// unknown cache sequence. ResourceExhausted: the cache is full. Arena and cache are on the stream's device.
 absl::StatusOr<PreparedBatch> prepare_batch(const ModelConfig& config, const Batch& batch, Cache* cache,
                                             kernels::Arena& arena, kernels::Stream& stream);
 

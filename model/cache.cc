@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/copy/copy.h"
+
 namespace slipstream::model {
 namespace {
 
 using kernels::DType;
 using kernels::kPageRows;
+
+constexpr int64_t kAlignment = 256;  // of an arena, at most
 
 // Pool pages a cache needs: full ones for all tokens together, and a partial one for each sequence.
 int64_t pool_page_count(const ModelConfig& config, const CacheLimits& limits) {
@@ -17,13 +21,6 @@ int64_t pool_page_count(const ModelConfig& config, const CacheLimits& limits) {
 
 // Bytes of entry 0 of a store's first dimension: one page, or one slot.
 int64_t entry_bytes(const Tensor& store) { return store.empty() ? 0 : store.bytes() / store.size(0); }
-
-void copy_entry(const Tensor& store, int32_t from, int32_t to) {
-  if (store.empty()) return;
-  const int64_t bytes = entry_bytes(store);
-  char* base = static_cast<char*>(store.raw());
-  std::memcpy(base + to * bytes, base + from * bytes, static_cast<size_t>(bytes));
-}
 
 std::vector<Tensor> token_stores(const LayerCache& layer, bool pooled) {
   std::vector<Tensor> stores = {layer.keys, layer.values};
@@ -39,22 +36,21 @@ std::vector<Tensor> slot_stores(const LayerCache& layer) {
 int64_t arena_bytes(const ModelConfig& config, const CacheLimits& limits, int64_t pages, int64_t pool_pages) {
   int64_t bytes = 4096;
   const auto rows = [&](int64_t count, int64_t width) {
-    return count * kPageRows * width * kernels::size_of(limits.dtype) + 64;
+    return count * kPageRows * width * kernels::size_of(limits.dtype) + kAlignment;
   };
   for (const LayerConfig& layer : config.layers) {
-    bytes += 6 * 64;
     if (layer.attention == AttentionKind::kMla) bytes += rows(pages, config.mla->key_width());
     if (layer.attention == AttentionKind::kGqa) bytes += 2 * rows(pages, config.gqa->kv_heads * config.gqa->head_dim);
     if (layer.indexer == IndexerMode::kFull) {
       const IndexerConfig& indexer = *config.mla->indexer;
       bytes += rows(indexer.pool > 1 ? pool_pages : pages, indexer.head_dim);
-      bytes += limits.sequences * indexer.pool * 2 * indexer.head_dim * 4 + 64;
+      bytes += limits.sequences * indexer.pool * 2 * indexer.head_dim * 4 + kAlignment;
     }
     if (layer.attention == AttentionKind::kKda) {
       const KdaConfig& kda = *config.kda;
       const int64_t width = kda.heads * kda.head_dim;
       bytes += limits.sequences * 4 *
-                   (width * kda.head_dim + 3 * kernels::kKdaChunk * width + (kda.conv_width - 1) * 3 * width) + 8 * 64;
+                   (width * kda.head_dim + 3 * kernels::kKdaChunk * width + (kda.conv_width - 1) * 3 * width) + 5 * kAlignment;
     }
   }
   return bytes;
@@ -108,20 +104,23 @@ void Cache::PagePool::drop(int32_t page) {
   if (--references_[static_cast<size_t>(page)] == 0) free_.push_back(page);
 }
 
-absl::StatusOr<std::unique_ptr<Cache>> Cache::create(const ModelConfig& config, const CacheLimits& limits) {
+absl::StatusOr<std::unique_ptr<Cache>> Cache::create(const ModelConfig& config, const CacheLimits& limits,
+                                                    kernels::Stream* stream) {
   if (limits.tokens <= 0) return absl::InvalidArgumentError("cache tokens: expected > 0");
   if (limits.sequences <= 0) return absl::InvalidArgumentError("cache sequences: expected > 0");
   if (limits.dtype != DType::kF32 && limits.dtype != DType::kBf16) {
     return absl::InvalidArgumentError("cache dtype: expected f32 or bf16");
   }
   ASSIGN_OR_RETURN(kernels::Arena arena,
-                   kernels::Arena::create_cpu(arena_bytes(config, limits, pages_for(limits.tokens),
-                                                              pool_page_count(config, limits))));
-  return std::unique_ptr<Cache>(new Cache(config, limits, std::move(arena)));
+                   kernels::Arena::create(stream != nullptr ? stream->device() : kernels::Device{},
+                                          arena_bytes(config, limits, pages_for(limits.tokens),
+                                                      pool_page_count(config, limits))));
+  return std::unique_ptr<Cache>(new Cache(config, limits, stream, std::move(arena)));
 }
 
-Cache::Cache(const ModelConfig& config, const CacheLimits& limits, kernels::Arena arena)
+Cache::Cache(const ModelConfig& config, const CacheLimits& limits, kernels::Stream* stream, kernels::Arena arena)
     : limits_(limits),
+      stream_(stream),
       pool_(config.index_pool()),
       arena_(std::move(arena)),
       pages_(pages_for(limits.tokens)),
@@ -232,6 +231,17 @@ CacheUsage Cache::usage() const {
     for (const Tensor& store : slot_stores(layer)) usage.bytes_used += entry_bytes(store) * usage.sequences;
   }
   return usage;
+}
+
+void Cache::copy_entry(const Tensor& store, int32_t from, int32_t to) {
+  if (store.empty()) return;
+  const Tensor source = store[from], target = store[to];
+  if (stream_ != nullptr && stream_->on_cuda()) {
+    const int64_t count = source.numel();
+    kernels::launch(kernels::Copy{.from = source.view({1, 1, count}), .to = target.view({1, 1, count})}, *stream_);
+  } else {
+    std::memcpy(target.raw(), source.raw(), static_cast<size_t>(source.bytes()));
+  }
 }
 
 void Cache::copy_page(int32_t from, int32_t to, bool pool) {

@@ -51,8 +51,10 @@ struct CacheUsage {
 // Shared pages are full and never written again; the partial last page is copied at the fork. One thread uses a cache.
 class Cache {
  public:
-  // InvalidArgument: limits not positive. Memory is reserved here and touched when used.
-  static absl::StatusOr<std::unique_ptr<Cache>> create(const ModelConfig& config, const CacheLimits& limits);
+  // stream: on whose device the cache is, and which copies pages at a fork; it outlives the cache. Null: on the CPU.
+  // InvalidArgument: limits not positive. ResourceExhausted: no memory. On the CPU memory is touched when used.
+  static absl::StatusOr<std::unique_ptr<Cache>> create(const ModelConfig& config, const CacheLimits& limits,
+                                                       kernels::Stream* stream = nullptr);
 
   // A new, empty sequence. ResourceExhausted: `sequences` are open.
   absl::StatusOr<int64_t> open();
@@ -96,11 +98,13 @@ class Cache {
     std::vector<int32_t> references_;
   };
 
-  Cache(const ModelConfig& config, const CacheLimits& limits, kernels::Arena arena);
+  Cache(const ModelConfig& config, const CacheLimits& limits, kernels::Stream* stream, kernels::Arena arena);
+  void copy_entry(const Tensor& store, int32_t from, int32_t to);
   void copy_page(int32_t from, int32_t to, bool pool);
   void copy_slot(int32_t from, int32_t to);
 
   CacheLimits limits_;
+  kernels::Stream* stream_;  // null on the CPU
   int64_t pool_;  // tokens per indexer key row
   kernels::Arena arena_;
   PagePool pages_;

@@ -13,8 +13,9 @@ namespace {
 
 using kernels::DType;
 
-// Rows of logits held at once by log_probs: 64 x 154,880 fp32 is 38 MiB.
-constexpr int64_t kLogitRows = 64;
+// Rows of logits held at once by log_probs: 64 x 154,880 fp32 is 38 MiB. A GPU reads the head's weights as often as this
+// cuts the rows, and has the memory.
+int64_t logit_rows(const Step& step) { return step.stream.on_cuda() ? 512 : 64; }
 
 }  // namespace
 
@@ -70,7 +71,9 @@ Tensor Model::forward(const ModelWeights& w, Step& step, SavedForward* saved, co
     if (layer.runs_indexer()) {
       choice.selection = replay.selection.empty() ? layer.allocate_selection(step) : replay.selection;
     }
-    if (keep_choices && config_.layers[l].moe) choice.experts = step.ints({rows, config_.moe->per_token});
+    if (keep_choices && config_.layers[l].moe) {
+      choice.experts = replay.experts.empty() ? step.ints({rows, config_.moe->per_token}) : replay.experts;
+    }
     const int64_t mark = step.arena.mark();
     layer.forward(w.layers[l], state, out, layer_cache(l, cache_dtype, step),
                   choices[selecting_layer_[l]].selection, replay, choice.experts,
@@ -162,17 +165,18 @@ void Model::backward(const ModelWeights& w, const SavedForward& saved, const Ten
 }
 
 Tensor Model::logits(const ModelWeights& w, const Tensor& hidden, Step& step) const {
-  return linear(step, hidden, w.lm_head);
+  return linear_island(step, hidden, w.lm_head);
 }
 
 Model::LogProbs Model::log_probs(const ModelWeights& w, const Tensor& hidden, const Tensor& targets, float temperature,
                                  bool entropy, Step& step) const {
   const int64_t rows = hidden.size(0);
-  LogProbs out{step.alloc({rows}), step.alloc({rows}), entropy ? step.alloc({rows}) : Tensor()};
-  for (int64_t begin = 0; begin < rows; begin += kLogitRows) {
+  const int64_t held = logit_rows(step);
+  LogProbs out{step.island({rows}), step.island({rows}), entropy ? step.island({rows}) : Tensor()};
+  for (int64_t begin = 0; begin < rows; begin += held) {
     const kernels::ArenaScope scope(step.arena);
-    const int64_t end = std::min(begin + kLogitRows, rows);
-    const Tensor logits = linear(step, hidden.slice(0, begin, end), w.lm_head);
+    const int64_t end = std::min(begin + held, rows);
+    const Tensor logits = this->logits(w, hidden.slice(0, begin, end), step);
     kernels::launch(kernels::LogProb{.logits = logits, .targets = targets.slice(0, begin, end),
                                      .logprob = out.logprob.slice(0, begin, end), .lse = out.lse.slice(0, begin, end),
                                      .entropy = entropy ? out.entropy.slice(0, begin, end) : Tensor(),
@@ -186,22 +190,25 @@ Tensor Model::log_probs_backward(const ModelWeights& w, const Tensor& hidden, co
                                  const LogProbs& forward, const Tensor& dlogprob, const Tensor& dentropy,
                                  ModelWeights& dw, Step& step) const {
   const int64_t rows = hidden.size(0);
+  const int64_t held = logit_rows(step);
   const Tensor dhidden = step.alloc({rows, config_.hidden});
-  for (int64_t begin = 0; begin < rows; begin += kLogitRows) {
+  for (int64_t begin = 0; begin < rows; begin += held) {
     const kernels::ArenaScope scope(step.arena);
-    const int64_t end = std::min(begin + kLogitRows, rows);
+    const int64_t end = std::min(begin + held, rows);
     const Tensor part = hidden.slice(0, begin, end);
-    const Tensor logits = linear(step, part, w.lm_head);  // again: cheaper than [R, V] in memory
+    const Tensor logits = this->logits(w, part, step);  // again: cheaper than [R, V] in memory
+    // In place, unless the products that follow want another dtype.
+    const Tensor dlogits = step.dtype == DType::kF32 ? logits : step.alloc({end - begin, config_.vocab});
     const bool with_entropy = !dentropy.empty();
     kernels::launch(
         kernels::LogProbBackward{.logits = logits, .targets = targets.slice(0, begin, end),
                                  .lse = forward.lse.slice(0, begin, end), .dlogprob = dlogprob.slice(0, begin, end),
                                  .entropy = with_entropy ? forward.entropy.slice(0, begin, end) : Tensor(),
                                  .dentropy = with_entropy ? dentropy.slice(0, begin, end) : Tensor(),
-                                 .dlogits = logits, .temperature = temperature},
+                                 .dlogits = dlogits, .temperature = temperature},
         step.stream);
-    add_weight_grad(step, logits, part, dw.lm_head);
-    input_grad_into(step, logits, w.lm_head, dhidden.slice(0, begin, end));
+    add_weight_grad(step, dlogits, part, dw.lm_head);
+    input_grad_into(step, dlogits, w.lm_head, dhidden.slice(0, begin, end));
   }
   return dhidden;
 }

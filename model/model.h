@@ -36,7 +36,8 @@ class Model {
   // Unimplemented: a group of more than one rank.
   static absl::StatusOr<std::unique_ptr<Model>> create(ModelConfig config, parallel::Groups groups = {});
 
-  // The backbone's output after the final norm, [T, H]. New rows are stored in the cache when the batch has one (and
+  // The backbone's output after the final norm, [T, H] (here and below of the step's dtype; log-probs and their gradients
+  // are f32). New rows are stored in the cache when the batch has one (and
   // its sequences advance). saved: keep what backward() needs; the batch must then have no cache. Everything returned
   // and saved lives in step.arena.
   Tensor forward(const ModelWeights& w, Step& step, SavedForward* saved, const ForwardOptions& options = {}) const;
@@ -45,7 +46,7 @@ class Model {
   void backward(const ModelWeights& w, const SavedForward& saved, const Tensor& dhidden, ModelWeights& dw,
                 Step& step) const;
 
-  // lm_head of chosen rows of hidden [R, H]: [R, V].
+  // lm_head of chosen rows of hidden [R, H]: [R, V] f32.
   Tensor logits(const ModelWeights& w, const Tensor& hidden, Step& step) const;
 
   // Log-probs (and, unless absent, entropies) of targets [R] i32 (-1: none) under softmax(logits / temperature), without

@@ -175,17 +175,20 @@ Choices allocate_choices(const ModelConfig& config, ReplayKinds kinds, int64_t r
                          kernels::Arena& arena) {
   const ReplayLayout layout = ReplayLayout::of(config);
   Choices choices(config.layers.size());
+  const auto filled = [&](std::initializer_list<int64_t> shape, int32_t value) {
+    const Tensor t = arena.alloc(DType::kI32, shape);
+    std::fill_n(t.i32(), t.numel(), value);
+    return t;
+  };
   if (kinds.experts) {
     for (const int64_t l : layout.moe_layers) {
-      choices[static_cast<size_t>(l)].experts = arena.zeros(DType::kI32, {rows, layout.per_token});
+      choices[static_cast<size_t>(l)].experts = filled({rows, layout.per_token}, 0);
     }
   }
   if (kinds.selections) {
     const int64_t width = kernels::selection_width(layout.topk, layout.pool, layout.tail, longest);
     for (const int64_t l : layout.indexer_layers) {
-      const Tensor indices = arena.alloc(DType::kI32, {rows, width});
-      std::fill(indices.i32(), indices.i32() + indices.numel(), -1);
-      choices[static_cast<size_t>(l)].selection = {indices, arena.zeros(DType::kI32, {rows})};
+      choices[static_cast<size_t>(l)].selection = {filled({rows, width}, -1), filled({rows}, 0)};
     }
   }
   return choices;

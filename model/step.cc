@@ -7,6 +7,18 @@
 
 namespace slipstream::model {
 
+Tensor Step::upload(const std::vector<int32_t>& values) {
+  const Tensor t = ints({static_cast<int64_t>(values.size())});
+  stream.upload(values.data(), t);
+  return t;
+}
+
+Tensor Step::upload(const std::vector<float>& values) {
+  const Tensor t = island({static_cast<int64_t>(values.size())});
+  stream.upload(values.data(), t);
+  return t;
+}
+
 Tensor panels_of(Step& step, const Tensor& w) {
   return step.panels != nullptr ? step.panels->of(w, step.stream) : Tensor();
 }
@@ -20,6 +32,12 @@ void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, 
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias) {
   const Tensor y = step.alloc({x.size(0), w.size(0)});
   linear_into(step, x, w, y, bias);
+  return y;
+}
+
+Tensor linear_island(Step& step, const Tensor& x, const Tensor& w) {
+  const Tensor y = step.island({x.size(0), w.size(0)});
+  linear_into(step, x, w, y);
   return y;
 }
 
@@ -49,7 +67,7 @@ void add_bias_grad(Step& step, const Tensor& dy, const Tensor& db) {
 
 Tensor rms_norm(Step& step, const Tensor& x, const Tensor& w, float eps, Tensor* inv_rms) {
   const Tensor y = step.alloc({x.size(0), x.size(1)});
-  if (inv_rms != nullptr) *inv_rms = step.alloc({x.size(0)});
+  if (inv_rms != nullptr) *inv_rms = step.island({x.size(0)});
   kernels::launch(
       kernels::RmsNorm{.x = x, .w = w, .y = y, .inv_rms = inv_rms != nullptr ? *inv_rms : Tensor(), .eps = eps},
       step.stream);

@@ -1,6 +1,8 @@
 // Step: what a forward or backward pass carries along, and the small verbs layers are written in.
 #pragma once
 
+#include <vector>
+
 #include "kernels/arena.h"
 #include "kernels/stream.h"
 #include "model/batch.h"
@@ -15,16 +17,23 @@ struct Step {
   kernels::Stream& stream;
   kernels::Arena& arena;
   const PreparedBatch& batch;
-  WeightPanels* panels = nullptr;  // of the weights in use: makes products of few rows faster
+  WeightPanels* panels = nullptr;  // of the weights in use: makes products of few rows faster; on the CPU only
+  kernels::DType dtype = kernels::DType::kF32;  // of activations; f32 on the CPU
 
-  Tensor alloc(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kF32, shape); }
+  Tensor alloc(std::initializer_list<int64_t> shape) { return arena.alloc(dtype, shape); }
+  // What is fp32 whatever the activations are: model-spec's islands.
+  Tensor island(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kF32, shape); }
   Tensor ints(std::initializer_list<int64_t> shape) { return arena.alloc(kernels::DType::kI32, shape); }
+  // Host values on the stream's device, [n].
+  Tensor upload(const std::vector<int32_t>& values);
+  Tensor upload(const std::vector<float>& values);
 };
 
 // w's panels, for a product x wᵀ; absent when the step has none.
 Tensor panels_of(Step& step, const Tensor& w);
 // y = x wᵀ (+ bias). x [T, K], w [N x K], y [T, N].
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias = {});
+Tensor linear_island(Step& step, const Tensor& x, const Tensor& w);  // y is f32
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias = {});
 // dx = dy w, and dx += dy w.
 Tensor input_grad(Step& step, const Tensor& dy, const Tensor& w);

@@ -7,6 +7,8 @@ namespace {
 
 using kernels::DType;
 
+constexpr int64_t kAlignment = 256;  // of an arena, at most
+
 // Declares the parameters below one name prefix ("model.layers.3.").
 class Declarer {
  public:
@@ -233,12 +235,12 @@ std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp)
 
 absl::StatusOr<WeightStore> WeightStore::create(
     const ModelConfig& config, bool with_mtp,
-    const std::function<std::optional<DType>(const Parameter&)>& dtype_of) {
-  int64_t bytes = 64;
+    const std::function<std::optional<DType>(const Parameter&)>& dtype_of, kernels::Device device) {
+  int64_t bytes = kAlignment;
   for (const Parameter& p : list_parameters(config, with_mtp)) {
-    if (const std::optional<DType> dtype = dtype_of(p)) bytes += p.numel() * kernels::size_of(*dtype) + 64;
+    if (const std::optional<DType> dtype = dtype_of(p)) bytes += p.numel() * kernels::size_of(*dtype) + kAlignment;
   }
-  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(bytes));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(device, bytes));
   WeightStore store(std::move(arena));
   store.with_mtp_ = with_mtp;
   visit_parameters(config, store.weights_, with_mtp, [&](Parameter parameter, Tensor& slot) {
@@ -267,7 +269,22 @@ absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& con
   });
 }
 
+absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kernels::Stream& stream) const {
+  size_t next = 0;  // create() asks for every parameter twice, in the order of the entries
+  const auto dtype_of = [&](const Parameter&) {
+    const Tensor& tensor = entries_[next++ % entries_.size()].tensor;
+    return tensor.empty() ? std::nullopt : std::optional<DType>(tensor.dtype());
+  };
+  ASSIGN_OR_RETURN(WeightStore copy, create(config, with_mtp_, dtype_of, stream.device()));
+  copy.dtype_ = dtype_;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!entries_[i].tensor.empty()) stream.upload(entries_[i].tensor.raw(), copy.entries_[i].tensor);
+  }
+  return copy;
+}
+
 void WeightStore::zero() {
+  CHECK(arena_.device().kind == kernels::DeviceKind::kCpu);
   for (const Entry& entry : entries_) {
     if (!entry.tensor.empty()) std::memset(entry.tensor.raw(), 0, static_cast<size_t>(entry.tensor.bytes()));
   }

@@ -9,6 +9,7 @@
 
 #include "common/status.h"
 #include "kernels/arena.h"
+#include "kernels/stream.h"
 #include "model/config.h"
 
 namespace slipstream::model {
@@ -151,6 +152,9 @@ class WeightStore {
   static absl::StatusOr<WeightStore> create_gradients(const ModelConfig& config, bool with_mtp,
                                                       bool train_frozen = false);
 
+  // The same tensors on the stream's device, with their values.
+  absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream) const;
+
   ModelWeights& tensors() { return weights_; }
   const ModelWeights& tensors() const { return weights_; }
   // Every parameter with its tensor (absent where it has none), in visit_parameters' order.
@@ -161,14 +165,14 @@ class WeightStore {
   const std::vector<Entry>& entries() const { return entries_; }
   bool with_mtp() const { return with_mtp_; }
   kernels::DType dtype() const { return dtype_; }
-  void zero();  // every tensor, for the next step's gradients
+  void zero();  // every tensor, for the next step's gradients; on the CPU
 
  private:
   explicit WeightStore(kernels::Arena arena) : arena_(std::move(arena)) {}
   // dtype_of: nullopt leaves the tensor absent.
   static absl::StatusOr<WeightStore> create(
       const ModelConfig& config, bool with_mtp,
-      const std::function<std::optional<kernels::DType>(const Parameter&)>& dtype_of);
+      const std::function<std::optional<kernels::DType>(const Parameter&)>& dtype_of, kernels::Device device = {});
   kernels::Arena arena_;
   ModelWeights weights_;
   std::vector<Entry> entries_;

@@ -4,17 +4,17 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const Add& args) {
-  constexpr const char* kOp = "add";
-  RETURN_IF_ERROR(expect_tensor(kOp, "a", args.a, DType::kF32, {-1, -1}));
+  const Operands op("add");
+  RETURN_IF_ERROR(expect_activation(op, "a", args.a, {-1, -1}));
   const int64_t tokens = args.a.size(0), hidden = args.a.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "b", args.b, DType::kF32, {tokens, hidden}));
-  return expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, hidden});
+  RETURN_IF_ERROR(expect_activation(op, "b", args.b, {tokens, hidden}));
+  return expect_activation(op, "y", args.y, {tokens, hidden});
 }
 
 absl::Status validate(const ColumnSum& args) {
-  constexpr const char* kOp = "column_sum";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
-  return expect_tensor(kOp, "y", args.y, DType::kF32, {args.x.size(1)});
+  const Operands op("column_sum");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
+  return expect_tensor(op, "y", args.y, DType::kF32, {args.x.size(1)});
 }
 
 void reference(const Add& args) {

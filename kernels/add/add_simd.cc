@@ -1,5 +1,7 @@
 #include "kernels/add/add.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/add/add_simd.cc"
 #include <algorithm>
@@ -46,6 +48,7 @@ constexpr int64_t kAddedValues = 32768;  // of a task: little more than copying
 
 void launch(const Add& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.a.size(1), kAddedValues);
   stream.parallel_for(args.a.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(add_rows)(args, begin, end);
@@ -54,6 +57,7 @@ void launch(const Add& args, Stream& stream) {
 
 void launch(const ColumnSum& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   if (args.x.size(0) == 0) return;
   constexpr int64_t kStep = 64;  // columns that a thread sums side by side
   const int64_t grain = std::max<int64_t>(kAddedValues / args.x.size(0) / kStep, 1) * kStep;

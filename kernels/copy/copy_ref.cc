@@ -4,8 +4,9 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const Copy& args) {
-  RETURN_IF_ERROR(expect_tensor("copy", "from", args.from, DType::kF32, {-1, -1, -1}));
-  return expect_tensor("copy", "to", args.to, DType::kF32, {args.from.size(0), args.from.size(1), args.from.size(2)});
+  const Operands op("copy");
+  RETURN_IF_ERROR(expect_activation(op, "from", args.from, {-1, -1, -1}));
+  return expect_activation(op, "to", args.to, {args.from.size(0), args.from.size(1), args.from.size(2)});
 }
 
 void reference(const Copy& args) {

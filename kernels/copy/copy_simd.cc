@@ -2,6 +2,8 @@
 
 #include "kernels/copy/copy.h"
 
+#include "kernels/launch_cuda.h"
+
 namespace slipstream::kernels {
 namespace {
 constexpr int64_t kCopiedValues = 65536;
@@ -10,6 +12,7 @@ constexpr int64_t kCopiedValues = 65536;
 // memcpy is the fast form; it needs no SIMD of ours.
 void launch(const Copy& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t heads = args.from.size(1), width = args.from.size(2);
   const int64_t grain = task_rows(heads * width, kCopiedValues);
   stream.parallel_for(args.from.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {

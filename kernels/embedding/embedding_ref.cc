@@ -6,12 +6,12 @@
 namespace slipstream::kernels {
 namespace {
 
-absl::Status expect_ids(const char* op, const Tensor& ids, int64_t vocab) {
-  for (int64_t t = 0; t < ids.size(0); ++t) {
+absl::Status expect_ids(const Operands& op, const Tensor& ids, int64_t vocab) {
+  for (int64_t t = 0; t < ids.size(0) && on_host(ids); ++t) {
     const int32_t id = ids.i32()[t];
     if (id < 0 || id >= vocab) {
       return absl::InvalidArgumentError(
-          absl::StrCat(op, ": ids[", t, "]: ", id, ", expected 0..", vocab - 1));
+          absl::StrCat(op.op(), ": ids[", t, "]: ", id, ", expected 0..", vocab - 1));
     }
   }
   return absl::OkStatus();
@@ -20,19 +20,19 @@ absl::Status expect_ids(const char* op, const Tensor& ids, int64_t vocab) {
 }  // namespace
 
 absl::Status validate(const Embedding& args) {
-  constexpr const char* kOp = "embedding";
-  RETURN_IF_ERROR(expect_tensor(kOp, "ids", args.ids, DType::kI32, {-1}));
-  RETURN_IF_ERROR(expect_weight(kOp, "table", args.table, {-1, -1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {args.ids.size(0), args.table.size(1)}));
-  return expect_ids(kOp, args.ids, args.table.size(0));
+  const Operands op("embedding");
+  RETURN_IF_ERROR(expect_tensor(op, "ids", args.ids, DType::kI32, {-1}));
+  RETURN_IF_ERROR(expect_weight(op, "table", args.table, {-1, -1}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {args.ids.size(0), args.table.size(1)}));
+  return expect_ids(op, args.ids, args.table.size(0));
 }
 
 absl::Status validate(const EmbeddingBackward& args) {
-  constexpr const char* kOp = "embedding_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "ids", args.ids, DType::kI32, {-1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {args.ids.size(0), -1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dtable", args.dtable, DType::kF32, {-1, args.dy.size(1)}));
-  return expect_ids(kOp, args.ids, args.dtable.size(0));
+  const Operands op("embedding_backward");
+  RETURN_IF_ERROR(expect_tensor(op, "ids", args.ids, DType::kI32, {-1}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {args.ids.size(0), -1}));
+  RETURN_IF_ERROR(expect_tensor(op, "dtable", args.dtable, DType::kF32, {-1, args.dy.size(1)}));
+  return expect_ids(op, args.ids, args.dtable.size(0));
 }
 
 void reference(const Embedding& args) {

@@ -1,5 +1,7 @@
 #include "kernels/embedding/embedding.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/embedding/embedding_simd.cc"
 #include "hwy/foreach_target.h"
@@ -60,6 +62,7 @@ constexpr int64_t kGradColumns = 256;    // whole cache lines, and long enough t
 
 void launch(const Embedding& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.table.size(1), kCopiedValues);
   stream.parallel_for(args.ids.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(embedding_rows)(args, begin, end);
@@ -68,6 +71,7 @@ void launch(const Embedding& args, Stream& stream) {
 
 void launch(const EmbeddingBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.dy.size(1), kGradColumns, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(embedding_grad_columns)(args, begin, end);
   });

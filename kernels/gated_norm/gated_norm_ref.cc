@@ -6,30 +6,30 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const GatedNorm& args) {
-  constexpr const char* kOp = "gated_norm";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("gated_norm");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t rows = args.x.size(0), dim = args.x.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {dim}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "gate", args.gate, DType::kF32, {rows, dim}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {rows, dim}));
+  RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {dim}));
+  RETURN_IF_ERROR(expect_activation(op, "gate", args.gate, {rows, dim}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {rows, dim}));
   if (!args.inv_rms.empty())
-    RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {rows}));
-  return expect_that(kOp, args.eps > 0.0f, "eps must be > 0");
+    RETURN_IF_ERROR(expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {rows}));
+  return expect_that(op, args.eps > 0.0f, "eps must be > 0");
 }
 
 absl::Status validate(const GatedNormBackward& args) {
-  constexpr const char* kOp = "gated_norm_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("gated_norm_backward");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t rows = args.x.size(0), dim = args.x.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "gate", args.gate, DType::kF32, {rows, dim}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {dim}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {rows}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {rows, dim}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {rows, dim}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dgate", args.dgate, DType::kF32, {rows, dim}));
-  RETURN_IF_ERROR(expect_that(kOp, rows * dim == 0 || args.dgate.raw() != args.dy.raw(), "dgate is dy"));
-  RETURN_IF_ERROR(expect_that(kOp, dim <= kGatedNormDimMax, "x: rows are wider than 8192"));
-  return expect_tensor(kOp, "dw", args.dw, DType::kF32, {dim});
+  RETURN_IF_ERROR(expect_activation(op, "gate", args.gate, {rows, dim}));
+  RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {dim}));
+  RETURN_IF_ERROR(expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {rows}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {rows, dim}));
+  RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {rows, dim}));
+  RETURN_IF_ERROR(expect_activation(op, "dgate", args.dgate, {rows, dim}));
+  RETURN_IF_ERROR(expect_that(op, rows * dim == 0 || args.dgate.raw() != args.dy.raw(), "dgate is dy"));
+  RETURN_IF_ERROR(expect_that(op, dim <= kGatedNormDimMax, "x: rows are wider than 8192"));
+  return expect_tensor(op, "dw", args.dw, DType::kF32, {dim});
 }
 
 void reference(const GatedNorm& args) {

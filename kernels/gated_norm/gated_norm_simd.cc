@@ -1,6 +1,8 @@
 #include "kernels/add/add.h"
 #include "kernels/gated_norm/gated_norm.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/gated_norm/gated_norm_simd.cc"
 #include <algorithm>
@@ -81,6 +83,7 @@ HWY_EXPORT(gated_norm_backward_rows);
 
 void launch(const GatedNorm& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(gated_norm_rows)(args, begin, end);
@@ -91,6 +94,7 @@ void launch(const GatedNorm& args, Stream& stream) {
 // partial sums fit in 32 KiB of stack, 64 for a head of 128; their number never depends on the threads.
 void launch(const GatedNormBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t rows = args.x.size(0), dim = args.x.size(1);
   if (rows == 0 || dim == 0) return;
   float partial[kGatedNormDimMax];

@@ -1,4 +1,6 @@
 #include "kernels/gemm/gemm.h"
+
+#include "kernels/launch_cuda.h"
 #include "kernels/gemm/gemm_block.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -226,6 +228,7 @@ GemmBlock block_of(const GemmBlock& product, const GemmGrid& grid, int64_t index
 
 void launch(const Gemm& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int outer = args.c.rank() - 2;  // 0, or 1 with a leading dimension
   const bool in_panels = !args.b_panels.empty();
   const Tensor& b = in_panels ? args.b_panels : args.b;

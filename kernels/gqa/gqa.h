@@ -1,5 +1,6 @@
 // GQA: grouped-query causal attention; query head j uses key/value head j / (h / kv_heads).
 //   p = softmax over s <= t of (q[t, j] · k[s] * scale);  o[t, j] = sum over s, ascending, of p_s v[s]
+// On CUDA q, o and the gradients are f32 or bf16, all of a call alike; keys and values are stored in either.
 // Ainslie et al. 2023, arXiv:2305.13245.
 #pragma once
 

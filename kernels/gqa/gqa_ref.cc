@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "kernels/gqa/gqa.h"
+#include "kernels/sparse_mla/attention.h"
 #include "kernels/sparse_mla/attention_ref.h"
 #include "kernels/validate.h"
 
@@ -16,13 +17,15 @@ std::vector<float> head_of(const PagedRows& rows, int64_t b, int64_t p, int64_t 
 
 // What forward and backward have in common.
 template <class Args>
-absl::Status expect_attention(const char* op, const Args& args) {
-  RETURN_IF_ERROR(expect_tensor(op, "q", args.q, DType::kF32, {-1, -1, -1}));
+absl::Status expect_attention(const Operands& op, const Args& args) {
+  RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
   RETURN_IF_ERROR(expect_that(op, width >= 1, "q: head width must be >= 1"));
+  RETURN_IF_ERROR(
+      expect_supported(op, on_host(args.q) || width <= kGqaWidthCuda, "q: heads wider than 256 on CUDA"));
   RETURN_IF_ERROR(expect_that(op, args.kv_heads >= 1 && heads >= 1 && heads % args.kv_heads == 0,
                               "kv_heads must divide the heads of q"));
-  RETURN_IF_ERROR(expect_tensor(op, "o", args.o, DType::kF32, {tokens, heads, width}));
+  RETURN_IF_ERROR(expect_activation(op, "o", args.o, {tokens, heads, width}));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
   RETURN_IF_ERROR(expect_paged(op, "k", args.k, args.sequences, args.kv_heads * width));
   return expect_paged(op, "v", args.v, args.sequences, args.kv_heads * width);
@@ -31,22 +34,22 @@ absl::Status expect_attention(const char* op, const Args& args) {
 }  // namespace
 
 absl::Status validate(const Gqa& args) {
-  constexpr const char* kOp = "gqa";
-  RETURN_IF_ERROR(expect_attention(kOp, args));
+  const Operands op("gqa");
+  RETURN_IF_ERROR(expect_attention(op, args));
   if (args.lse.empty()) return absl::OkStatus();
-  return expect_tensor(kOp, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
+  return expect_tensor(op, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
 }
 
 absl::Status validate(const GqaBackward& args) {
-  constexpr const char* kOp = "gqa_backward";
-  RETURN_IF_ERROR(expect_attention(kOp, args));
-  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
+  const Operands op("gqa_backward");
+  RETURN_IF_ERROR(expect_attention(op, args));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "d_o", args.d_o, DType::kF32, {tokens, heads, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dq", args.dq, DType::kF32, {tokens, heads, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dk", args.dk, DType::kF32, {tokens, args.kv_heads, width}));
-  return expect_tensor(kOp, "dv", args.dv, DType::kF32, {tokens, args.kv_heads, width});
+  RETURN_IF_ERROR(expect_tensor(op, "lse", args.lse, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(expect_activation(op, "d_o", args.d_o, {tokens, heads, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dq", args.dq, {tokens, heads, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dk", args.dk, {tokens, args.kv_heads, width}));
+  return expect_activation(op, "dv", args.dv, {tokens, args.kv_heads, width});
 }
 
 void reference(const Gqa& args) {

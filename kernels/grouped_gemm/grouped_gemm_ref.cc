@@ -8,8 +8,9 @@ namespace slipstream::kernels {
 namespace {
 
 // row_begin ascends from 0 to `rows`.
-absl::Status expect_partition(const char* op, const Tensor& row_begin, int64_t experts, int64_t rows) {
+absl::Status expect_partition(const Operands& op, const Tensor& row_begin, int64_t experts, int64_t rows) {
   RETURN_IF_ERROR(expect_tensor(op, "row_begin", row_begin, DType::kI32, {experts + 1}));
+  if (!on_host(row_begin)) return absl::OkStatus();
   const int32_t* begin = row_begin.i32();
   bool ascending = begin[0] == 0 && begin[experts] == rows;
   for (int64_t e = 0; e < experts; ++e) ascending = ascending && begin[e] <= begin[e + 1];
@@ -24,25 +25,25 @@ float weight_of(const Tensor& w, int64_t expert, int64_t row, int64_t column) {
 }  // namespace
 
 absl::Status validate(const GroupedGemm& args) {
-  constexpr const char* kOp = "grouped_gemm";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {args.x.size(0), -1}));
+  const Operands op("grouped_gemm");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {args.x.size(0), -1}));
   const int64_t k = args.x.size(1), n = args.y.size(1);
-  RETURN_IF_ERROR(args.transpose_w ? expect_weight(kOp, "w", args.w, {-1, n, k})
-                                   : expect_weight(kOp, "w", args.w, {-1, k, n}));
+  RETURN_IF_ERROR(args.transpose_w ? expect_weight(op, "w", args.w, {-1, n, k})
+                                   : expect_weight(op, "w", args.w, {-1, k, n}));
   if (!args.w_panels.empty()) {
-    RETURN_IF_ERROR(expect_that(kOp, args.transpose_w, "w_panels needs transpose_w"));
-    RETURN_IF_ERROR(expect_panels(kOp, "w_panels", args.w_panels, args.w));
+    RETURN_IF_ERROR(expect_that(op, args.transpose_w, "w_panels needs transpose_w"));
+    RETURN_IF_ERROR(expect_panels(op, "w_panels", args.w_panels, args.w));
   }
-  return expect_partition(kOp, args.row_begin, args.w.size(0), args.x.size(0));
+  return expect_partition(op, args.row_begin, args.w.size(0), args.x.size(0));
 }
 
 absl::Status validate(const GroupedWeightGrad& args) {
-  constexpr const char* kOp = "grouped_weight_grad";
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {-1, -1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {args.dy.size(0), -1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dw", args.dw, DType::kF32, {-1, args.dy.size(1), args.x.size(1)}));
-  return expect_partition(kOp, args.row_begin, args.dw.size(0), args.dy.size(0));
+  const Operands op("grouped_weight_grad");
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {-1, -1}));
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {args.dy.size(0), -1}));
+  RETURN_IF_ERROR(expect_tensor(op, "dw", args.dw, DType::kF32, {-1, args.dy.size(1), args.x.size(1)}));
+  return expect_partition(op, args.row_begin, args.dw.size(0), args.dy.size(0));
 }
 
 void reference(const GroupedGemm& args) {

@@ -4,6 +4,8 @@
 #include "kernels/gemm/gemm_block.h"
 #include "kernels/grouped_gemm/grouped_gemm.h"
 
+#include "kernels/launch_cuda.h"
+
 namespace slipstream::kernels {
 namespace {
 
@@ -74,6 +76,7 @@ struct Shape {
 
 void launch(const GroupedGemm& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t n = args.y.size(1), k = args.x.size(1);
   if (n == 0) return;
   const int32_t* row_begin = args.row_begin.i32();
@@ -108,6 +111,7 @@ void launch(const GroupedGemm& args, Stream& stream) {
 
 void launch(const GroupedWeightGrad& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t n = args.dy.size(1), k = args.x.size(1);
   if (n == 0 || k == 0) return;
   const int32_t* row_begin = args.row_begin.i32();

@@ -2,6 +2,8 @@
 // model-spec section 4.
 //   I(t, s) = sum over j, ascending, of weights[t, j] * relu(q[t, j] · k[s] * key_scale)
 // in fp32: both sums are single chains of fused multiply-adds that start at zero, the product over ascending channels.
+// On CUDA q, dq and dkeys are f32 or bf16. With bf16 queries and keys of 64 or 128 channels, and heads in
+// sixteens, tensor cores add in another order, of which a row's bits depend on nothing else either.
 #pragma once
 
 #include "kernels/sequences.h"
@@ -27,6 +29,9 @@ struct IndexerSelect {
   Tensor indices;       // out  [T, W] i32 with W >= selection_width(): selected positions, ascending, then -1
   Tensor counts;        // out  [T] i32
 };
+
+// What the CUDA form takes: heads Hi and channels Di.
+constexpr int64_t kIndexerHeadsCuda = 64, kIndexerWidthCuda = 256;
 
 // topk, plus pool - 1 with a tail; never more than `longest`, the tokens of the longest sequence (cached + new).
 int64_t selection_width(int64_t topk, int64_t pool, bool tail, int64_t longest);

@@ -22,17 +22,28 @@ int64_t longest_sequence(const Sequences& sequences) {
 }
 
 // What the three operators have in common.
-absl::Status expect_inputs(const char* op, const Tensor& q, const Tensor& weights, const PagedRows& keys,
+absl::Status expect_inputs(const Operands& op, const Tensor& q, const Tensor& weights, const PagedRows& keys,
                            const Sequences& sequences, int64_t pool) {
-  RETURN_IF_ERROR(expect_tensor(op, "q", q, DType::kF32, {-1, -1, -1}));
+  RETURN_IF_ERROR(expect_activation(op, "q", q, {-1, -1, -1}));
   RETURN_IF_ERROR(expect_tensor(op, "weights", weights, DType::kF32, {q.size(0), q.size(1)}));
   RETURN_IF_ERROR(expect_sequences(op, sequences, q.size(0)));
   RETURN_IF_ERROR(expect_that(op, pool >= 1, "pool must be >= 1"));
-  return expect_paged(op, "keys", keys, sequences, q.size(2), pool);
+  RETURN_IF_ERROR(expect_paged(op, "keys", keys, sequences, q.size(2), pool));
+  if (on_host(q)) return absl::OkStatus();
+  RETURN_IF_ERROR(expect_supported(op, q.size(1) <= kIndexerHeadsCuda && q.size(2) <= kIndexerWidthCuda,
+                                   "q: more than 64 heads or 256 channels on CUDA"));
+  // Tensor cores read whole vectors.
+  const auto vectors = [](const Tensor& t) {
+    return reinterpret_cast<uintptr_t>(t.raw()) % 16 == 0 && t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0;
+  };
+  const bool bf16s = q.dtype() == DType::kBf16 && keys.pool.dtype() == DType::kBf16;
+  return expect_that(op, !bf16s || q.size(2) % 16 != 0 || (vectors(q) && vectors(keys.pool)),
+                     "q, keys: bf16 rows must be 16-byte aligned on CUDA");
 }
 
-absl::Status expect_rows(const char* op, const Tensor& rows, const Sequences& sequences, int64_t pool) {
+absl::Status expect_rows(const Operands& op, const Tensor& rows, const Sequences& sequences, int64_t pool) {
   RETURN_IF_ERROR(expect_tensor(op, "rows", rows, DType::kI32, {sequences.rows(), -1}));
+  if (!on_host(rows)) return absl::OkStatus();
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const int64_t limit = key_rows(sequences, b, pool);
     for (int64_t t = sequences.begin(b); t < sequences.end(b); ++t) {
@@ -80,39 +91,39 @@ int64_t selection_width(int64_t topk, int64_t pool, bool tail, int64_t longest) 
 }
 
 absl::Status validate(const IndexerSelect& args) {
-  constexpr const char* kOp = "indexer_select";
-  RETURN_IF_ERROR(expect_inputs(kOp, args.q, args.weights, args.keys, args.sequences, args.pool));
-  RETURN_IF_ERROR(expect_that(kOp, args.topk >= 1 && args.topk % args.pool == 0,
+  const Operands op("indexer_select");
+  RETURN_IF_ERROR(expect_inputs(op, args.q, args.weights, args.keys, args.sequences, args.pool));
+  RETURN_IF_ERROR(expect_that(op, args.topk >= 1 && args.topk % args.pool == 0,
                               "topk must be a positive multiple of pool"));
   const int64_t longest = longest_sequence(args.sequences);
   RETURN_IF_ERROR(
-      expect_that(kOp, longest <= std::numeric_limits<int32_t>::max(), "positions must fit 32 bits"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "indices", args.indices, DType::kI32, {args.q.size(0), -1}));
+      expect_that(op, longest <= std::numeric_limits<int32_t>::max(), "positions must fit 32 bits"));
+  RETURN_IF_ERROR(expect_tensor(op, "indices", args.indices, DType::kI32, {args.q.size(0), -1}));
   RETURN_IF_ERROR(
-      expect_that(kOp, args.indices.size(1) >= selection_width(args.topk, args.pool, args.tail, longest),
+      expect_that(op, args.indices.size(1) >= selection_width(args.topk, args.pool, args.tail, longest),
                   "indices: fewer columns than selection_width()"));
-  return expect_tensor(kOp, "counts", args.counts, DType::kI32, {args.q.size(0)});
+  return expect_tensor(op, "counts", args.counts, DType::kI32, {args.q.size(0)});
 }
 
 absl::Status validate(const IndexerScores& args) {
-  constexpr const char* kOp = "indexer_scores";
-  RETURN_IF_ERROR(expect_inputs(kOp, args.q, args.weights, args.keys, args.sequences, args.pool));
-  RETURN_IF_ERROR(expect_rows(kOp, args.rows, args.sequences, args.pool));
-  return expect_tensor(kOp, "scores", args.scores, DType::kF32, {args.q.size(0), args.rows.size(1)});
+  const Operands op("indexer_scores");
+  RETURN_IF_ERROR(expect_inputs(op, args.q, args.weights, args.keys, args.sequences, args.pool));
+  RETURN_IF_ERROR(expect_rows(op, args.rows, args.sequences, args.pool));
+  return expect_tensor(op, "scores", args.scores, DType::kF32, {args.q.size(0), args.rows.size(1)});
 }
 
 absl::Status validate(const IndexerScoresBackward& args) {
-  constexpr const char* kOp = "indexer_scores_backward";
-  RETURN_IF_ERROR(expect_inputs(kOp, args.q, args.weights, args.keys, args.sequences, args.pool));
-  RETURN_IF_ERROR(expect_rows(kOp, args.rows, args.sequences, args.pool));
+  const Operands op("indexer_scores_backward");
+  RETURN_IF_ERROR(expect_inputs(op, args.q, args.weights, args.keys, args.sequences, args.pool));
+  RETURN_IF_ERROR(expect_rows(op, args.rows, args.sequences, args.pool));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
   int64_t rows = 0;
   for (int64_t b = 0; b < args.sequences.count(); ++b) rows += key_rows(args.sequences, b, args.pool);
-  RETURN_IF_ERROR(expect_tensor(kOp, "dscores", args.dscores, DType::kF32, {tokens, args.rows.size(1)}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dq", args.dq, DType::kF32, {tokens, heads, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dweights", args.dweights, DType::kF32, {tokens, heads}));
-  return expect_tensor(kOp, "dkeys", args.dkeys, DType::kF32, {rows, width});
+  RETURN_IF_ERROR(expect_tensor(op, "dscores", args.dscores, DType::kF32, {tokens, args.rows.size(1)}));
+  RETURN_IF_ERROR(expect_activation(op, "dq", args.dq, {tokens, heads, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "dweights", args.dweights, DType::kF32, {tokens, heads}));
+  return expect_activation(op, "dkeys", args.dkeys, {rows, width});
 }
 
 void reference(const IndexerSelect& args) {

@@ -13,6 +13,7 @@
 
 #include "hwy/cache_control.h"
 #include "kernels/indexer/select_plan.h"
+#include "kernels/launch_cuda.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace slipstream::kernels {
@@ -331,6 +332,7 @@ constexpr int64_t kGrainKeyRows = 256;  // of dkeys: each range looks through al
 
 void launch(const IndexerSelect& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const SelectPlan plan(args, stream.threads());
   // Results of a split outlive the task that made them, so they cannot live in its scratch.
   Partials partials{};
@@ -356,6 +358,7 @@ void launch(const IndexerSelect& args, Stream& stream) {
 
 void launch(const IndexerScores& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
     const int64_t first = args.sequences.begin(b);
     stream.parallel_for(args.sequences.end(b) - first, kGrainQueries,
@@ -367,6 +370,7 @@ void launch(const IndexerScores& args, Stream& stream) {
 
 void launch(const IndexerScoresBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   float* dkeys = args.dkeys.f32();  // of the sequence
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
     const int64_t first = args.sequences.begin(b), tokens = args.sequences.end(b) - first;

@@ -12,6 +12,8 @@
 // Chunks are aligned to absolute positions (multiples of kKdaChunk from the sequence start) and each row is
 // computed from the chunk's start state and the chunk's earlier rows with one arithmetic, whether the row
 // arrives in a prefill, in a piece of one, alone in decode or in training: the bits are the same.
+//
+// On CUDA q, k, v, o and their gradients are f32 or bf16, all of a call alike; the rest is f32.
 #pragma once
 
 #include "kernels/sequences.h"
@@ -27,6 +29,9 @@ namespace slipstream::kernels {
 constexpr int64_t kKdaChunk = 16;
 // Training keeps the state at the start of every span of four chunks; the backward recomputes those between.
 constexpr int64_t kKdaSpan = 64;
+
+// Channels d_k that the CUDA form takes; its backward also d_v.
+constexpr int64_t kKdaWidthCuda = 128;
 
 // What a sequence keeps: the state at the start of its current chunk and the rows of that chunk so far. With
 // p tokens seen, p % kKdaChunk rows are live; a full chunk is folded into the state at once.

@@ -10,15 +10,17 @@ namespace {
 
 // What Kda and KdaRecurrent have in common.
 template <class Args>
-absl::Status expect_inputs(const char* op, const Args& args) {
-  RETURN_IF_ERROR(expect_tensor(op, "q", args.q, DType::kF32, {-1, -1, -1}));
+absl::Status expect_inputs(const Operands& op, const Args& args) {
+  RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), dk = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(op, "k", args.k, DType::kF32, {tokens, heads, dk}));
-  RETURN_IF_ERROR(expect_tensor(op, "v", args.v, DType::kF32, {tokens, heads, -1}));
+  RETURN_IF_ERROR(
+      expect_supported(op, on_host(args.q) || dk <= kKdaWidthCuda, "q: more than 128 channels on CUDA"));
+  RETURN_IF_ERROR(expect_activation(op, "k", args.k, {tokens, heads, dk}));
+  RETURN_IF_ERROR(expect_activation(op, "v", args.v, {tokens, heads, -1}));
   RETURN_IF_ERROR(expect_tensor(op, "log_decay", args.log_decay, DType::kF32, {tokens, heads, dk}));
   RETURN_IF_ERROR(expect_tensor(op, "beta", args.beta, DType::kF32, {tokens, heads}));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
-  return expect_tensor(op, "o", args.o, DType::kF32, {tokens, heads, args.v.size(2)});
+  return expect_activation(op, "o", args.o, {tokens, heads, args.v.size(2)});
 }
 
 // S [dk, dv] of one head, in double.
@@ -90,66 +92,68 @@ int64_t kda_spans(const Sequences& sequences) {
 }
 
 absl::Status validate(const Kda& args) {
-  constexpr const char* kOp = "kda";
-  RETURN_IF_ERROR(expect_inputs(kOp, args));
+  const Operands op("kda");
+  RETURN_IF_ERROR(expect_inputs(op, args));
   const int64_t heads = args.q.size(1), dk = args.q.size(2), dv = args.v.size(2);
   const KdaState& cache = args.cache;
   const bool absent = cache.state.empty();
-  RETURN_IF_ERROR(expect_that(kOp,
+  RETURN_IF_ERROR(expect_that(op,
                               cache.chunk_k.empty() == absent && cache.chunk_g.empty() == absent &&
                                   cache.chunk_u.empty() == absent && args.slots.empty() == absent,
                               "cache and slots: expected all or none"));
   if (absent) {
     RETURN_IF_ERROR(
-        expect_that(kOp, args.sequences.whole(), "cache: needed where a sequence has cached tokens"));
+        expect_that(op, args.sequences.whole(), "cache: needed where a sequence has cached tokens"));
   } else {
-    RETURN_IF_ERROR(expect_tensor(kOp, "cache.state", cache.state, DType::kF32, {-1, heads, dk, dv}));
+    RETURN_IF_ERROR(expect_tensor(op, "cache.state", cache.state, DType::kF32, {-1, heads, dk, dv}));
     const int64_t slots = cache.state.size(0);
     RETURN_IF_ERROR(
-        expect_tensor(kOp, "cache.chunk_k", cache.chunk_k, DType::kF32, {slots, kKdaChunk, heads, dk}));
+        expect_tensor(op, "cache.chunk_k", cache.chunk_k, DType::kF32, {slots, kKdaChunk, heads, dk}));
     RETURN_IF_ERROR(
-        expect_tensor(kOp, "cache.chunk_g", cache.chunk_g, DType::kF32, {slots, kKdaChunk, heads, dk}));
+        expect_tensor(op, "cache.chunk_g", cache.chunk_g, DType::kF32, {slots, kKdaChunk, heads, dk}));
     RETURN_IF_ERROR(
-        expect_tensor(kOp, "cache.chunk_u", cache.chunk_u, DType::kF32, {slots, kKdaChunk, heads, dv}));
-    RETURN_IF_ERROR(expect_slots(kOp, args.slots, args.sequences, slots));
+        expect_tensor(op, "cache.chunk_u", cache.chunk_u, DType::kF32, {slots, kKdaChunk, heads, dv}));
+    RETURN_IF_ERROR(expect_slots(op, args.slots, args.sequences, slots));
   }
-  RETURN_IF_ERROR(expect_that(kOp, args.span_states.empty() == args.r.empty(),
+  RETURN_IF_ERROR(expect_that(op, args.span_states.empty() == args.r.empty(),
                               "span_states and r: expected both or neither"));
   if (args.r.empty()) return absl::OkStatus();
-  RETURN_IF_ERROR(expect_that(kOp, args.sequences.whole(),
+  RETURN_IF_ERROR(expect_that(op, args.sequences.whole(),
                               "span_states: only for whole sequences (cached all 0)"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "span_states", args.span_states, DType::kF32,
+  RETURN_IF_ERROR(expect_tensor(op, "span_states", args.span_states, DType::kF32,
                                 {kda_spans(args.sequences), heads, dk, dv}));
-  return expect_tensor(kOp, "r", args.r, DType::kF32, {args.v.size(0), heads, dv});
+  return expect_tensor(op, "r", args.r, DType::kF32, {args.v.size(0), heads, dv});
 }
 
 absl::Status validate(const KdaBackward& args) {
-  constexpr const char* kOp = "kda_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
+  const Operands op("kda_backward");
+  RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), dk = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "k", args.k, DType::kF32, {tokens, heads, dk}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "log_decay", args.log_decay, DType::kF32, {tokens, heads, dk}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "beta", args.beta, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
-  RETURN_IF_ERROR(expect_tensor(kOp, "r", args.r, DType::kF32, {tokens, heads, -1}));
+  RETURN_IF_ERROR(expect_activation(op, "k", args.k, {tokens, heads, dk}));
+  RETURN_IF_ERROR(expect_tensor(op, "log_decay", args.log_decay, DType::kF32, {tokens, heads, dk}));
+  RETURN_IF_ERROR(expect_tensor(op, "beta", args.beta, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
+  RETURN_IF_ERROR(expect_tensor(op, "r", args.r, DType::kF32, {tokens, heads, -1}));
   const int64_t dv = args.r.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "span_states", args.span_states, DType::kF32,
+  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || std::max(dk, dv) <= kKdaWidthCuda,
+                                   "q, r: more than 128 channels on CUDA"));
+  RETURN_IF_ERROR(expect_tensor(op, "span_states", args.span_states, DType::kF32,
                                 {kda_spans(args.sequences), heads, dk, dv}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "d_o", args.d_o, DType::kF32, {tokens, heads, dv}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dq", args.dq, DType::kF32, {tokens, heads, dk}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dk", args.dk, DType::kF32, {tokens, heads, dk}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dlog_decay", args.dlog_decay, DType::kF32, {tokens, heads, dk}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dv", args.dv, DType::kF32, {tokens, heads, dv}));
-  return expect_tensor(kOp, "dbeta", args.dbeta, DType::kF32, {tokens, heads});
+  RETURN_IF_ERROR(expect_activation(op, "d_o", args.d_o, {tokens, heads, dv}));
+  RETURN_IF_ERROR(expect_activation(op, "dq", args.dq, {tokens, heads, dk}));
+  RETURN_IF_ERROR(expect_activation(op, "dk", args.dk, {tokens, heads, dk}));
+  RETURN_IF_ERROR(expect_tensor(op, "dlog_decay", args.dlog_decay, DType::kF32, {tokens, heads, dk}));
+  RETURN_IF_ERROR(expect_activation(op, "dv", args.dv, {tokens, heads, dv}));
+  return expect_tensor(op, "dbeta", args.dbeta, DType::kF32, {tokens, heads});
 }
 
 absl::Status validate(const KdaRecurrent& args) {
-  constexpr const char* kOp = "kda_recurrent";
-  RETURN_IF_ERROR(expect_inputs(kOp, args));
-  RETURN_IF_ERROR(expect_tensor(kOp, "state", args.state, DType::kF32,
+  const Operands op("kda_recurrent");
+  RETURN_IF_ERROR(expect_inputs(op, args));
+  RETURN_IF_ERROR(expect_tensor(op, "state", args.state, DType::kF32,
                                 {-1, args.q.size(1), args.q.size(2), args.v.size(2)}));
-  return expect_slots(kOp, args.slots, args.sequences, args.state.size(0));
+  return expect_slots(op, args.slots, args.sequences, args.state.size(0));
 }
 
 void reference(const Kda& args) {

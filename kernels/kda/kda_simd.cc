@@ -7,6 +7,7 @@
 #include "hwy/foreach_target.h"
 #include "kernels/kda/kda_backward-inl.h"
 #include "kernels/kda/kda_forward-inl.h"
+#include "kernels/launch_cuda.h"
 
 #if HWY_ONCE
 namespace slipstream::kernels {
@@ -24,6 +25,7 @@ int64_t item_grain(int64_t rows, int64_t sequences) { return rows <= 2 * sequenc
 
 void launch(const Kda& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t sequences = args.sequences.count();
   const int64_t grain = item_grain(args.q.size(0), sequences);
   stream.parallel_for(sequences * args.q.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {
@@ -33,6 +35,7 @@ void launch(const Kda& args, Stream& stream) {
 
 void launch(const KdaBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.sequences.count() * args.q.size(1), 1,
                       [&](int64_t begin, int64_t end, Worker& worker) {
                         HWY_DYNAMIC_DISPATCH(kda_backward_items)(args, begin, end, worker);
@@ -41,6 +44,7 @@ void launch(const KdaBackward& args, Stream& stream) {
 
 void launch(const KdaRecurrent& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t sequences = args.sequences.count();
   const int64_t grain = item_grain(args.q.size(0), sequences);
   stream.parallel_for(sequences * args.q.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {

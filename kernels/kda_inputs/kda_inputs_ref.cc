@@ -34,44 +34,47 @@ void unit_backward(const float* x, const float* dy, int64_t d, double scale, flo
 }  // namespace
 
 absl::Status validate(const KdaInputs& args) {
-  constexpr const char* kOp = "kda_inputs";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
+  const Operands op("kda_inputs");
+  RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), d = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "k", args.k, DType::kF32, {tokens, heads, d}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "decay_logit", args.decay_logit, DType::kF32, {tokens, heads, d}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "beta_logit", args.beta_logit, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "a_log", args.a_log, DType::kF32, {heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dt_bias", args.dt_bias, DType::kF32, {heads, d}));
-  RETURN_IF_ERROR(expect_that(kOp, args.lower_bound <= 0.0f, "lower_bound must be <= 0"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "q_hat", args.q_hat, DType::kF32, {tokens, heads, d}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "k_hat", args.k_hat, DType::kF32, {tokens, heads, d}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "log_decay", args.log_decay, DType::kF32, {tokens, heads, d}));
-  return expect_tensor(kOp, "beta", args.beta, DType::kF32, {tokens, heads});
+  RETURN_IF_ERROR(expect_activation(op, "k", args.k, {tokens, heads, d}));
+  RETURN_IF_ERROR(expect_tensor(op, "decay_logit", args.decay_logit, DType::kF32, {tokens, heads, d}));
+  RETURN_IF_ERROR(expect_tensor(op, "beta_logit", args.beta_logit, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(expect_tensor(op, "a_log", args.a_log, DType::kF32, {heads}));
+  RETURN_IF_ERROR(expect_tensor(op, "dt_bias", args.dt_bias, DType::kF32, {heads, d}));
+  RETURN_IF_ERROR(expect_that(op, args.lower_bound <= 0.0f, "lower_bound must be <= 0"));
+  RETURN_IF_ERROR(expect_activation(op, "q_hat", args.q_hat, {tokens, heads, d}));
+  RETURN_IF_ERROR(expect_activation(op, "k_hat", args.k_hat, {tokens, heads, d}));
+  RETURN_IF_ERROR(expect_tensor(op, "log_decay", args.log_decay, DType::kF32, {tokens, heads, d}));
+  return expect_tensor(op, "beta", args.beta, DType::kF32, {tokens, heads});
 }
 
 absl::Status validate(const KdaInputsBackward& args) {
-  constexpr const char* kOp = "kda_inputs_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "q", args.q, DType::kF32, {-1, -1, -1}));
+  const Operands op("kda_inputs_backward");
+  RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), d = args.q.size(2);
   const auto values = [&](const char* name, const Tensor& t) {
-    return expect_tensor(kOp, name, t, DType::kF32, {tokens, heads, d});
+    return expect_activation(op, name, t, {tokens, heads, d});
+  };
+  const auto decays = [&](const char* name, const Tensor& t) {
+    return expect_tensor(op, name, t, DType::kF32, {tokens, heads, d});
   };
   RETURN_IF_ERROR(values("k", args.k));
-  RETURN_IF_ERROR(values("decay_logit", args.decay_logit));
-  RETURN_IF_ERROR(expect_tensor(kOp, "beta_logit", args.beta_logit, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "a_log", args.a_log, DType::kF32, {heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dt_bias", args.dt_bias, DType::kF32, {heads, d}));
-  RETURN_IF_ERROR(expect_that(kOp, args.lower_bound <= 0.0f, "lower_bound must be <= 0"));
+  RETURN_IF_ERROR(decays("decay_logit", args.decay_logit));
+  RETURN_IF_ERROR(expect_tensor(op, "beta_logit", args.beta_logit, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(expect_tensor(op, "a_log", args.a_log, DType::kF32, {heads}));
+  RETURN_IF_ERROR(expect_tensor(op, "dt_bias", args.dt_bias, DType::kF32, {heads, d}));
+  RETURN_IF_ERROR(expect_that(op, args.lower_bound <= 0.0f, "lower_bound must be <= 0"));
   RETURN_IF_ERROR(values("dq_hat", args.dq_hat));
   RETURN_IF_ERROR(values("dk_hat", args.dk_hat));
-  RETURN_IF_ERROR(values("dlog_decay", args.dlog_decay));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dbeta", args.dbeta, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(decays("dlog_decay", args.dlog_decay));
+  RETURN_IF_ERROR(expect_tensor(op, "dbeta", args.dbeta, DType::kF32, {tokens, heads}));
   RETURN_IF_ERROR(values("dq", args.dq));
   RETURN_IF_ERROR(values("dk", args.dk));
-  RETURN_IF_ERROR(values("ddecay_logit", args.ddecay_logit));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dbeta_logit", args.dbeta_logit, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "da_log", args.da_log, DType::kF32, {heads}));
-  return expect_tensor(kOp, "ddt_bias", args.ddt_bias, DType::kF32, {heads, d});
+  RETURN_IF_ERROR(decays("ddecay_logit", args.ddecay_logit));
+  RETURN_IF_ERROR(expect_tensor(op, "dbeta_logit", args.dbeta_logit, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(expect_tensor(op, "da_log", args.da_log, DType::kF32, {heads}));
+  return expect_tensor(op, "ddt_bias", args.ddt_bias, DType::kF32, {heads, d});
 }
 
 void reference(const KdaInputs& args) {

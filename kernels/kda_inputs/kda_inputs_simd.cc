@@ -1,5 +1,7 @@
 #include "kernels/kda_inputs/kda_inputs.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/kda_inputs/kda_inputs_simd.cc"
 #include <algorithm>
@@ -152,6 +154,7 @@ HWY_EXPORT(kda_beta_backward_rows);
 
 void launch(const KdaInputs& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   constexpr int64_t kTaskValues = 8192;  // of q; there are five such rows a token, with exponentials
   const int64_t grain = task_rows(args.q.size(1) * args.q.size(2), kTaskValues);
   stream.parallel_for(args.q.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
@@ -161,6 +164,7 @@ void launch(const KdaInputs& args, Stream& stream) {
 
 void launch(const KdaInputsBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.q.size(1), 1, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(kda_inputs_backward_heads)(args, begin, end, worker);
   });

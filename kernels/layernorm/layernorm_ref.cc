@@ -6,30 +6,30 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const LayerNorm& args) {
-  constexpr const char* kOp = "layernorm";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("layernorm");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "b", args.b, DType::kF32, {hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_tensor(op, "b", args.b, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, hidden}));
   if (!args.mean.empty() || !args.inv_std.empty()) {
-    RETURN_IF_ERROR(expect_tensor(kOp, "mean", args.mean, DType::kF32, {tokens}));
-    RETURN_IF_ERROR(expect_tensor(kOp, "inv_std", args.inv_std, DType::kF32, {tokens}));
+    RETURN_IF_ERROR(expect_tensor(op, "mean", args.mean, DType::kF32, {tokens}));
+    RETURN_IF_ERROR(expect_tensor(op, "inv_std", args.inv_std, DType::kF32, {tokens}));
   }
-  return expect_that(kOp, args.eps > 0.0f, "eps must be > 0");
+  return expect_that(op, args.eps > 0.0f, "eps must be > 0");
 }
 
 absl::Status validate(const LayerNormBackward& args) {
-  constexpr const char* kOp = "layernorm_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("layernorm_backward");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "mean", args.mean, DType::kF32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_std", args.inv_std, DType::kF32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dw", args.dw, DType::kF32, {hidden}));
-  return expect_tensor(kOp, "db", args.db, DType::kF32, {hidden});
+  RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_tensor(op, "mean", args.mean, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(op, "inv_std", args.inv_std, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_tensor(op, "dw", args.dw, DType::kF32, {hidden}));
+  return expect_tensor(op, "db", args.db, DType::kF32, {hidden});
 }
 
 void reference(const LayerNorm& args) {

@@ -1,5 +1,7 @@
 #include "kernels/layernorm/layernorm.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/layernorm/layernorm_simd.cc"
 #include <cmath>
@@ -96,6 +98,7 @@ constexpr int64_t kGradColumns = 64;     // the indexer's keys are 128 wide: two
 
 void launch(const LayerNorm& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(layernorm_rows)(args, begin, end);
@@ -104,6 +107,7 @@ void launch(const LayerNorm& args, Stream& stream) {
 
 void launch(const LayerNormBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   // dw and db first: dx may overwrite dy.
   stream.parallel_for(args.x.size(1), kGradColumns, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(layernorm_weight_grad)(args, begin, end);

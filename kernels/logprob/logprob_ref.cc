@@ -7,52 +7,52 @@
 namespace slipstream::kernels {
 namespace {
 
-absl::Status expect_targets(const char* op, const Tensor& targets, int64_t vocab) {
-  for (int64_t t = 0; t < targets.size(0); ++t) {
+absl::Status expect_targets(const Operands& op, const Tensor& targets, int64_t vocab) {
+  for (int64_t t = 0; t < targets.size(0) && on_host(targets); ++t) {
     const int32_t id = targets.i32()[t];
     if (id < -1 || id >= vocab) {
       return absl::InvalidArgumentError(
-          absl::StrCat(op, ": targets[", t, "]: ", id, ", expected -1..", vocab - 1));
+          absl::StrCat(op.op(), ": targets[", t, "]: ", id, ", expected -1..", vocab - 1));
     }
   }
   return absl::OkStatus();
 }
 
-absl::Status expect_temperature(const char* op, float temperature) {
+absl::Status expect_temperature(const Operands& op, float temperature) {
   return expect_that(op, temperature > 0.0f && std::isnormal(temperature), "temperature must be > 0");
 }
 
 }  // namespace
 
 absl::Status validate(const LogProb& args) {
-  constexpr const char* kOp = "logprob";
-  RETURN_IF_ERROR(expect_tensor(kOp, "logits", args.logits, DType::kF32, {-1, -1}));
+  const Operands op("logprob");
+  RETURN_IF_ERROR(expect_tensor(op, "logits", args.logits, DType::kF32, {-1, -1}));
   const int64_t tokens = args.logits.size(0), vocab = args.logits.size(1);
-  RETURN_IF_ERROR(expect_that(kOp, vocab > 0, "logits: the vocabulary is empty"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "targets", args.targets, DType::kI32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "logprob", args.logprob, DType::kF32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_that(op, vocab > 0, "logits: the vocabulary is empty"));
+  RETURN_IF_ERROR(expect_tensor(op, "targets", args.targets, DType::kI32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(op, "logprob", args.logprob, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(op, "lse", args.lse, DType::kF32, {tokens}));
   if (!args.entropy.empty())
-    RETURN_IF_ERROR(expect_tensor(kOp, "entropy", args.entropy, DType::kF32, {tokens}));
-  RETURN_IF_ERROR(expect_temperature(kOp, args.temperature));
-  return expect_targets(kOp, args.targets, vocab);
+    RETURN_IF_ERROR(expect_tensor(op, "entropy", args.entropy, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_temperature(op, args.temperature));
+  return expect_targets(op, args.targets, vocab);
 }
 
 absl::Status validate(const LogProbBackward& args) {
-  constexpr const char* kOp = "logprob_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "logits", args.logits, DType::kF32, {-1, -1}));
+  const Operands op("logprob_backward");
+  RETURN_IF_ERROR(expect_tensor(op, "logits", args.logits, DType::kF32, {-1, -1}));
   const int64_t tokens = args.logits.size(0), vocab = args.logits.size(1);
-  RETURN_IF_ERROR(expect_that(kOp, vocab > 0, "logits: the vocabulary is empty"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "targets", args.targets, DType::kI32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dlogprob", args.dlogprob, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_that(op, vocab > 0, "logits: the vocabulary is empty"));
+  RETURN_IF_ERROR(expect_tensor(op, "targets", args.targets, DType::kI32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(op, "lse", args.lse, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_tensor(op, "dlogprob", args.dlogprob, DType::kF32, {tokens}));
   if (!args.dentropy.empty()) {
-    RETURN_IF_ERROR(expect_tensor(kOp, "entropy", args.entropy, DType::kF32, {tokens}));
-    RETURN_IF_ERROR(expect_tensor(kOp, "dentropy", args.dentropy, DType::kF32, {tokens}));
+    RETURN_IF_ERROR(expect_tensor(op, "entropy", args.entropy, DType::kF32, {tokens}));
+    RETURN_IF_ERROR(expect_tensor(op, "dentropy", args.dentropy, DType::kF32, {tokens}));
   }
-  RETURN_IF_ERROR(expect_tensor(kOp, "dlogits", args.dlogits, DType::kF32, {tokens, vocab}));
-  RETURN_IF_ERROR(expect_temperature(kOp, args.temperature));
-  return expect_targets(kOp, args.targets, vocab);
+  RETURN_IF_ERROR(expect_activation(op, "dlogits", args.dlogits, {tokens, vocab}));
+  RETURN_IF_ERROR(expect_temperature(op, args.temperature));
+  return expect_targets(op, args.targets, vocab);
 }
 
 void reference(const LogProb& args) {

@@ -1,5 +1,7 @@
 #include "kernels/logprob/logprob.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/logprob/logprob_simd.cc"
 #include <algorithm>
@@ -69,6 +71,7 @@ HWY_EXPORT(logprob_backward_part);
 
 void launch(const LogProb& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t tokens = args.logits.size(0), blocks = softmax_blocks(args.logits.size(1));
   for_softmax_rows(
       stream, tokens, blocks, /*row_grain=*/4 / std::max<int64_t>(blocks, 1) + 1, /*finish_grain=*/tokens,
@@ -78,6 +81,7 @@ void launch(const LogProb& args, Stream& stream) {
 
 void launch(const LogProbBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t vocab = args.logits.size(1), blocks = softmax_blocks(vocab);
   stream.parallel_for(args.logits.size(0) * blocks, /*grain=*/4, [&](int64_t begin, int64_t end, Worker&) {
     for (int64_t i = begin; i < end; ++i) {

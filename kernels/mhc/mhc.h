@@ -1,6 +1,6 @@
 // mHC: n residual streams, mixed around each sublayer by matrices that are pushed towards doubly stochastic
 // ones (Sinkhorn). Manifold-constrained hyper-connections 2025, arXiv:2512.24880; model-spec section 7.
-// n is 1..8.
+// n is 1..8. On CUDA the streams and what has their width are f32 or bf16; the rest is f32.
 #pragma once
 
 #include "kernels/stream.h"

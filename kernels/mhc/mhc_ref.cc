@@ -12,15 +12,15 @@ constexpr int64_t kStreamsMax = 8;
 
 double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
-absl::Status expect_streams(const char* op, const char* name, const Tensor& x) {
-  RETURN_IF_ERROR(expect_tensor(op, name, x, DType::kF32, {-1, -1, -1}));
+absl::Status expect_streams(const Operands& op, const char* name, const Tensor& x) {
+  RETURN_IF_ERROR(expect_activation(op, name, x, {-1, -1, -1}));
   RETURN_IF_ERROR(expect_that(op, x.size(1) >= 1 && x.size(1) <= kStreamsMax, "streams must be in 1..8"));
   return expect_that(op, x.size(2) >= 1, "the width of a stream must be >= 1");
 }
 
 // What MhcMix and its backward both read.
 template <class Args>
-absl::Status expect_mix(const char* op, const Args& args) {
+absl::Status expect_mix(const Operands& op, const Args& args) {
   RETURN_IF_ERROR(expect_streams(op, "x", args.x));
   const int64_t tokens = args.x.size(0), n = args.x.size(1);
   RETURN_IF_ERROR(expect_tensor(op, "zr", args.zr, DType::kF32, {tokens, (2 + n) * n}));
@@ -33,10 +33,10 @@ absl::Status expect_mix(const char* op, const Args& args) {
 
 // What MhcMerge and its backward both read.
 template <class Args>
-absl::Status expect_merge(const char* op, const Args& args) {
+absl::Status expect_merge(const Operands& op, const Args& args) {
   RETURN_IF_ERROR(expect_streams(op, "x", args.x));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(op, "y", args.y, DType::kF32, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, width}));
   RETURN_IF_ERROR(expect_tensor(op, "post", args.post, DType::kF32, {tokens, n}));
   return expect_tensor(op, "comb", args.comb, DType::kF32, {tokens, n, n});
 }
@@ -138,66 +138,68 @@ Matrix comb_of(const std::vector<double>& logits, int64_t n) {
 }  // namespace
 
 absl::Status validate(const MhcMix& args) {
-  constexpr const char* kOp = "mhc_mix";
-  RETURN_IF_ERROR(expect_mix(kOp, args));
+  const Operands op("mhc_mix");
+  RETURN_IF_ERROR(expect_mix(op, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_that(kOp, args.norm_eps > 0.0f, "norm_eps must be > 0"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "post", args.post, DType::kF32, {tokens, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "comb", args.comb, DType::kF32, {tokens, n, n}));
-  return expect_tensor(kOp, "u", args.u, DType::kF32, {tokens, width});
+  RETURN_IF_ERROR(expect_that(op, args.norm_eps > 0.0f, "norm_eps must be > 0"));
+  RETURN_IF_ERROR(expect_tensor(op, "post", args.post, DType::kF32, {tokens, n}));
+  RETURN_IF_ERROR(expect_tensor(op, "comb", args.comb, DType::kF32, {tokens, n, n}));
+  return expect_activation(op, "u", args.u, {tokens, width});
 }
 
 absl::Status validate(const MhcMixBackward& args) {
-  constexpr const char* kOp = "mhc_mix_backward";
-  RETURN_IF_ERROR(expect_mix(kOp, args));
+  const Operands op("mhc_mix_backward");
+  RETURN_IF_ERROR(expect_mix(op, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "du", args.du, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dpost", args.dpost, DType::kF32, {tokens, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dcomb", args.dcomb, DType::kF32, {tokens, n, n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, n, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dzr", args.dzr, DType::kF32, {tokens, (2 + n) * n}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dbase", args.dbase, DType::kF32, {(2 + n) * n}));
-  return expect_tensor(kOp, "dscale", args.dscale, DType::kF32, {3});
+  RETURN_IF_ERROR(expect_activation(op, "du", args.du, {tokens, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "dpost", args.dpost, DType::kF32, {tokens, n}));
+  RETURN_IF_ERROR(expect_tensor(op, "dcomb", args.dcomb, DType::kF32, {tokens, n, n}));
+  RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, n, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "dzr", args.dzr, DType::kF32, {tokens, (2 + n) * n}));
+  RETURN_IF_ERROR(expect_tensor(op, "dbase", args.dbase, DType::kF32, {(2 + n) * n}));
+  return expect_tensor(op, "dscale", args.dscale, DType::kF32, {3});
 }
 
 absl::Status validate(const MhcMerge& args) {
-  constexpr const char* kOp = "mhc_merge";
-  RETURN_IF_ERROR(expect_merge(kOp, args));
+  const Operands op("mhc_merge");
+  RETURN_IF_ERROR(expect_merge(op, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  return expect_tensor(kOp, "out", args.out, DType::kF32, {tokens, n, width});
+  return expect_activation(op, "out", args.out, {tokens, n, width});
 }
 
 absl::Status validate(const MhcMergeBackward& args) {
-  constexpr const char* kOp = "mhc_merge_backward";
-  RETURN_IF_ERROR(expect_merge(kOp, args));
+  const Operands op("mhc_merge_backward");
+  RETURN_IF_ERROR(expect_merge(op, args));
   const int64_t tokens = args.x.size(0), n = args.x.size(1), width = args.x.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "dout", args.dout, DType::kF32, {tokens, n, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, n, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dpost", args.dpost, DType::kF32, {tokens, n}));
-  return expect_tensor(kOp, "dcomb", args.dcomb, DType::kF32, {tokens, n, n});
+  RETURN_IF_ERROR(expect_activation(op, "dout", args.dout, {tokens, n, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, n, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, width}));
+  RETURN_IF_ERROR(expect_tensor(op, "dpost", args.dpost, DType::kF32, {tokens, n}));
+  return expect_tensor(op, "dcomb", args.dcomb, DType::kF32, {tokens, n, n});
 }
 
 absl::Status validate(const MhcExpand& args) {
-  RETURN_IF_ERROR(expect_streams("mhc_expand", "out", args.out));
-  return expect_tensor("mhc_expand", "x", args.x, DType::kF32, {args.out.size(0), args.out.size(2)});
+  const Operands op("mhc_expand");
+  RETURN_IF_ERROR(expect_streams(op, "out", args.out));
+  return expect_activation(op, "x", args.x, {args.out.size(0), args.out.size(2)});
 }
 
 absl::Status validate(const MhcMean& args) {
-  RETURN_IF_ERROR(expect_streams("mhc_mean", "x", args.x));
-  return expect_tensor("mhc_mean", "out", args.out, DType::kF32, {args.x.size(0), args.x.size(2)});
+  const Operands op("mhc_mean");
+  RETURN_IF_ERROR(expect_streams(op, "x", args.x));
+  return expect_activation(op, "out", args.out, {args.x.size(0), args.x.size(2)});
 }
 
 absl::Status validate(const MhcExpandBackward& args) {
-  RETURN_IF_ERROR(expect_streams("mhc_expand_backward", "dout", args.dout));
-  return expect_tensor("mhc_expand_backward", "dx", args.dx, DType::kF32,
-                       {args.dout.size(0), args.dout.size(2)});
+  const Operands op("mhc_expand_backward");
+  RETURN_IF_ERROR(expect_streams(op, "dout", args.dout));
+  return expect_activation(op, "dx", args.dx, {args.dout.size(0), args.dout.size(2)});
 }
 
 absl::Status validate(const MhcMeanBackward& args) {
-  RETURN_IF_ERROR(expect_streams("mhc_mean_backward", "dx", args.dx));
-  return expect_tensor("mhc_mean_backward", "dout", args.dout, DType::kF32,
-                       {args.dx.size(0), args.dx.size(2)});
+  const Operands op("mhc_mean_backward");
+  RETURN_IF_ERROR(expect_streams(op, "dx", args.dx));
+  return expect_activation(op, "dout", args.dout, {args.dx.size(0), args.dx.size(2)});
 }
 
 void reference(const MhcMix& args) {

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "hwy/foreach_target.h"
+#include "kernels/launch_cuda.h"
 #include "kernels/mhc/sinkhorn-inl.h"
 #include "kernels/simd/lanes-inl.h"
 
@@ -424,6 +425,7 @@ int64_t grain_groups(const Tensor& streams, const Stream& stream) {
 
 void launch(const MhcMix& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.x.size(0), grain_groups(args.x, stream), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(mix)(args, begin, end);
   });
@@ -431,6 +433,7 @@ void launch(const MhcMix& args, Stream& stream) {
 
 void launch(const MhcMixBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t n = args.x.size(1), columns = (2 + n) * n;
   stream.parallel_for(args.x.size(0), grain_groups(args.x, stream),
                       [&](int64_t begin, int64_t end, Worker& worker) {
@@ -446,6 +449,7 @@ void launch(const MhcMixBackward& args, Stream& stream) {
 
 void launch(const MhcMerge& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.x.size(0), grain_tokens(args.x), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(merge)(args, begin, end);
   });
@@ -453,6 +457,7 @@ void launch(const MhcMerge& args, Stream& stream) {
 
 void launch(const MhcMergeBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.x.size(0), grain_tokens(args.x), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(merge_backward)(args, begin, end);
   });
@@ -460,6 +465,7 @@ void launch(const MhcMergeBackward& args, Stream& stream) {
 
 void launch(const MhcExpand& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.x.size(0), grain_tokens(args.out), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(copy_to_streams)(args.x, 1.0f, args.out, begin, end);
   });
@@ -467,6 +473,7 @@ void launch(const MhcExpand& args, Stream& stream) {
 
 void launch(const MhcMean& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const auto n = static_cast<float>(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain_tokens(args.x), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(sum_streams)(args.x, n, args.out, begin, end);
@@ -475,6 +482,7 @@ void launch(const MhcMean& args, Stream& stream) {
 
 void launch(const MhcExpandBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.dx.size(0), grain_tokens(args.dout), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(sum_streams)(args.dout, 1.0f, args.dx, begin, end);
   });
@@ -482,6 +490,7 @@ void launch(const MhcExpandBackward& args, Stream& stream) {
 
 void launch(const MhcMeanBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const auto n = static_cast<float>(args.dx.size(1));
   stream.parallel_for(args.dx.size(0), grain_tokens(args.dx), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(copy_to_streams)(args.dout, n, args.dx, begin, end);

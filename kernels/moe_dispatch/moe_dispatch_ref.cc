@@ -11,55 +11,55 @@ int32_t index(const Tensor& t, int64_t row, int64_t column) { return t.i32()[row
 
 // What the two combining operators and their backward share: rows [R, H] and the slots [T, k] that point into
 // them.
-absl::Status expect_slots(const char* op, const char* name, const Tensor& rows, const Tensor& slot_row) {
+absl::Status expect_slots(const Operands& op, const char* name, const Tensor& rows, const Tensor& slot_row) {
   RETURN_IF_ERROR(expect_tensor(op, "slot_row", slot_row, DType::kI32, {-1, -1}));
-  return expect_tensor(op, name, rows, DType::kF32, {slot_row.size(0) * slot_row.size(1), -1});
+  return expect_activation(op, name, rows, {slot_row.size(0) * slot_row.size(1), -1});
 }
 
 }  // namespace
 
 absl::Status validate(const MoePlan& args) {
-  constexpr const char* kOp = "moe_plan";
-  RETURN_IF_ERROR(expect_tensor(kOp, "experts", args.experts, DType::kI32, {-1, -1}));
+  const Operands op("moe_plan");
+  RETURN_IF_ERROR(expect_tensor(op, "experts", args.experts, DType::kI32, {-1, -1}));
   const int64_t tokens = args.experts.size(0), slots = args.experts.size(1);
   RETURN_IF_ERROR(
-      expect_that(kOp, tokens * slots <= std::numeric_limits<int32_t>::max(), "rows must fit in an i32"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "row_begin", args.row_begin, DType::kI32, {-1}));
+      expect_that(op, tokens * slots <= std::numeric_limits<int32_t>::max(), "rows must fit in an i32"));
+  RETURN_IF_ERROR(expect_tensor(op, "row_begin", args.row_begin, DType::kI32, {-1}));
   RETURN_IF_ERROR(
-      expect_that(kOp, args.row_begin.size(0) >= 2, "row_begin must have one more element than experts"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "slot_row", args.slot_row, DType::kI32, {tokens, slots}));
-  return expect_tensor(kOp, "row_token", args.row_token, DType::kI32, {tokens * slots});
+      expect_that(op, args.row_begin.size(0) >= 2, "row_begin must have one more element than experts"));
+  RETURN_IF_ERROR(expect_tensor(op, "slot_row", args.slot_row, DType::kI32, {tokens, slots}));
+  return expect_tensor(op, "row_token", args.row_token, DType::kI32, {tokens * slots});
 }
 
 absl::Status validate(const MoeGather& args) {
-  constexpr const char* kOp = "moe_gather";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "row_token", args.row_token, DType::kI32, {-1}));
-  return expect_tensor(kOp, "rows", args.rows, DType::kF32, {args.row_token.size(0), args.x.size(1)});
+  const Operands op("moe_gather");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
+  RETURN_IF_ERROR(expect_tensor(op, "row_token", args.row_token, DType::kI32, {-1}));
+  return expect_activation(op, "rows", args.rows, {args.row_token.size(0), args.x.size(1)});
 }
 
 absl::Status validate(const MoeCombine& args) {
-  constexpr const char* kOp = "moe_combine";
-  RETURN_IF_ERROR(expect_slots(kOp, "rows", args.rows, args.slot_row));
+  const Operands op("moe_combine");
+  RETURN_IF_ERROR(expect_slots(op, "rows", args.rows, args.slot_row));
   const int64_t tokens = args.slot_row.size(0), slots = args.slot_row.size(1), hidden = args.rows.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "weights", args.weights, DType::kF32, {tokens, slots}));
-  return expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, hidden});
+  RETURN_IF_ERROR(expect_tensor(op, "weights", args.weights, DType::kF32, {tokens, slots}));
+  return expect_activation(op, "y", args.y, {tokens, hidden});
 }
 
 absl::Status validate(const MoeCombineBackward& args) {
-  constexpr const char* kOp = "moe_combine_backward";
-  RETURN_IF_ERROR(expect_slots(kOp, "rows", args.rows, args.slot_row));
+  const Operands op("moe_combine_backward");
+  RETURN_IF_ERROR(expect_slots(op, "rows", args.rows, args.slot_row));
   const int64_t tokens = args.slot_row.size(0), slots = args.slot_row.size(1), hidden = args.rows.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "weights", args.weights, DType::kF32, {tokens, slots}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "drows", args.drows, DType::kF32, {tokens * slots, hidden}));
-  return expect_tensor(kOp, "dweights", args.dweights, DType::kF32, {tokens, slots});
+  RETURN_IF_ERROR(expect_tensor(op, "weights", args.weights, DType::kF32, {tokens, slots}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_activation(op, "drows", args.drows, {tokens * slots, hidden}));
+  return expect_tensor(op, "dweights", args.dweights, DType::kF32, {tokens, slots});
 }
 
 absl::Status validate(const MoeGatherBackward& args) {
-  constexpr const char* kOp = "moe_gather_backward";
-  RETURN_IF_ERROR(expect_slots(kOp, "drows", args.drows, args.slot_row));
-  return expect_tensor(kOp, "dx", args.dx, DType::kF32, {args.slot_row.size(0), args.drows.size(1)});
+  const Operands op("moe_gather_backward");
+  RETURN_IF_ERROR(expect_slots(op, "drows", args.drows, args.slot_row));
+  return expect_activation(op, "dx", args.dx, {args.slot_row.size(0), args.drows.size(1)});
 }
 
 void reference(const MoePlan& args) {

@@ -1,5 +1,7 @@
 #include "kernels/moe_dispatch/moe_dispatch.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/moe_dispatch/moe_dispatch_simd.cc"
 #include <algorithm>
@@ -132,11 +134,13 @@ void plan(const MoePlan& args, Worker& worker) {
 
 void launch(const MoePlan& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(1, 1, [&](int64_t, int64_t, Worker& worker) { plan(args, worker); });
 }
 
 void launch(const MoeGather& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
   if (hidden == 0) return;
   stream.parallel_for(args.rows.size(0), task_rows(hidden), [&](int64_t begin, int64_t end, Worker&) {
@@ -150,6 +154,7 @@ void launch(const MoeGather& args, Stream& stream) {
 
 void launch(const MoeCombine& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.slot_row.size(1) * args.y.size(1));
   stream.parallel_for(args.y.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(combine_tokens)(args.rows, args.weights, args.slot_row, args.y, begin, end, worker);
@@ -158,6 +163,7 @@ void launch(const MoeCombine& args, Stream& stream) {
 
 void launch(const MoeCombineBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.slot_row.size(1) * args.dy.size(1));
   stream.parallel_for(args.dy.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(combine_backward_tokens)(args, begin, end, worker);
@@ -166,6 +172,7 @@ void launch(const MoeCombineBackward& args, Stream& stream) {
 
 void launch(const MoeGatherBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.slot_row.size(1) * args.dx.size(1));
   stream.parallel_for(args.dx.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(combine_tokens)(args.drows, Tensor(), args.slot_row, args.dx, begin, end, worker);

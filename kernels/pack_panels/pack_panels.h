@@ -6,6 +6,7 @@
 
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
+#include "kernels/validate.h"
 
 namespace slipstream::kernels {
 
@@ -21,7 +22,7 @@ struct PackPanels {
 std::vector<int64_t> panels_shape(const Tensor& w);
 
 // InvalidArgument unless `panels` could be those of a weight w: what an operator asks of a Tensor it reads for w.
-absl::Status expect_panels(const char* op, const char* name, const Tensor& panels, const Tensor& w);
+absl::Status expect_panels(const Operands& op, const char* name, const Tensor& panels, const Tensor& w);
 
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.
 absl::Status validate(const PackPanels& args);

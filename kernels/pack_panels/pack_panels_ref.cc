@@ -15,7 +15,7 @@ std::vector<int64_t> panels_shape(const Tensor& w) {
   return shape;
 }
 
-absl::Status expect_panels(const char* op, const char* name, const Tensor& panels, const Tensor& w) {
+absl::Status expect_panels(const Operands& op, const char* name, const Tensor& panels, const Tensor& w) {
   const std::vector<int64_t> shape = panels_shape(w);
   if (w.rank() == 2) {
     RETURN_IF_ERROR(expect_tensor(op, name, panels, w.dtype(), {shape[0], shape[1], shape[2]}));
@@ -26,10 +26,10 @@ absl::Status expect_panels(const char* op, const char* name, const Tensor& panel
 }
 
 absl::Status validate(const PackPanels& args) {
-  constexpr const char* kOp = "pack_panels";
-  RETURN_IF_ERROR(args.w.rank() == 3 ? expect_weight(kOp, "w", args.w, {-1, -1, -1})
-                                     : expect_weight(kOp, "w", args.w, {-1, -1}));
-  return expect_panels(kOp, "panels", args.panels, args.w);
+  const Operands op("pack_panels");
+  RETURN_IF_ERROR(args.w.rank() == 3 ? expect_weight(op, "w", args.w, {-1, -1, -1})
+                                     : expect_weight(op, "w", args.w, {-1, -1}));
+  return expect_panels(op, "panels", args.panels, args.w);
 }
 
 void reference(const PackPanels& args) {

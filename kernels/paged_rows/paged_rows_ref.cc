@@ -4,10 +4,10 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const PagedWrite& args) {
-  constexpr const char* kOp = "paged_write";
-  RETURN_IF_ERROR(expect_tensor(kOp, "rows", args.rows, DType::kF32, {-1, -1}));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, args.rows.size(0)));
-  return expect_paged(kOp, "store", args.store, args.sequences, args.rows.size(1));
+  const Operands op("paged_write");
+  RETURN_IF_ERROR(expect_activation(op, "rows", args.rows, {-1, -1}));
+  RETURN_IF_ERROR(expect_sequences(op, args.sequences, args.rows.size(0)));
+  return expect_paged(op, "store", args.store, args.sequences, args.rows.size(1));
 }
 
 void reference(const PagedWrite& args) {

@@ -1,5 +1,7 @@
 #include "kernels/paged_rows/paged_rows.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/paged_rows/paged_rows_simd.cc"
 #include <algorithm>
@@ -50,6 +52,7 @@ constexpr int64_t kCopiedValues = 32768;
 
 void launch(const PagedWrite& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.rows.size(1), kCopiedValues);
   stream.parallel_for(args.rows.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(paged_write_rows)(args, begin, end);

@@ -24,10 +24,10 @@ std::vector<double> shares(const std::vector<float>& gates, const Tensor& ape, i
 
 // What forward and backward read of every token.
 template <class Args>
-absl::Status expect_tokens(const char* op, const Args& args) {
-  RETURN_IF_ERROR(expect_tensor(op, "k", args.k, DType::kF32, {-1, -1}));
+absl::Status expect_tokens(const Operands& op, const Args& args) {
+  RETURN_IF_ERROR(expect_activation(op, "k", args.k, {-1, -1}));
   const int64_t tokens = args.k.size(0), width = args.k.size(1);
-  RETURN_IF_ERROR(expect_tensor(op, "gate", args.gate, DType::kF32, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "gate", args.gate, {tokens, width}));
   RETURN_IF_ERROR(expect_tensor(op, "ape", args.ape, DType::kF32, {-1, width}));
   RETURN_IF_ERROR(expect_that(op, args.ape.size(0) >= 1, "ape must have a row for each token of a pool"));
   return expect_sequences(op, args.sequences, tokens);
@@ -36,27 +36,27 @@ absl::Status expect_tokens(const char* op, const Args& args) {
 }  // namespace
 
 absl::Status validate(const PoolKeys& args) {
-  constexpr const char* kOp = "pool_keys";
-  RETURN_IF_ERROR(expect_tokens(kOp, args));
+  const Operands op("pool_keys");
+  RETURN_IF_ERROR(expect_tokens(op, args));
   const int64_t width = args.k.size(1), pool = args.ape.size(0);
-  RETURN_IF_ERROR(expect_tensor(kOp, "open", args.open, DType::kF32, {-1, pool, 2, width}));
-  RETURN_IF_ERROR(expect_slots(kOp, args.slots, args.sequences, args.open.size(0)));
-  return expect_paged(kOp, "pooled", args.pooled, args.sequences, width, pool);
+  RETURN_IF_ERROR(expect_tensor(op, "open", args.open, DType::kF32, {-1, pool, 2, width}));
+  RETURN_IF_ERROR(expect_slots(op, args.slots, args.sequences, args.open.size(0)));
+  return expect_paged(op, "pooled", args.pooled, args.sequences, width, pool);
 }
 
 absl::Status validate(const PoolKeysBackward& args) {
-  constexpr const char* kOp = "pool_keys_backward";
-  RETURN_IF_ERROR(expect_tokens(kOp, args));
-  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
+  const Operands op("pool_keys_backward");
+  RETURN_IF_ERROR(expect_tokens(op, args));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
   const int64_t tokens = args.k.size(0), width = args.k.size(1), pool = args.ape.size(0);
   int64_t pools = 0;
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
     pools += (args.sequences.end(b) - args.sequences.begin(b)) / pool;
   }
-  RETURN_IF_ERROR(expect_tensor(kOp, "dpooled", args.dpooled, DType::kF32, {pools, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dk", args.dk, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dgate", args.dgate, DType::kF32, {tokens, width}));
-  return expect_tensor(kOp, "dape", args.dape, DType::kF32, {pool, width});
+  RETURN_IF_ERROR(expect_activation(op, "dpooled", args.dpooled, {pools, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dk", args.dk, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dgate", args.dgate, {tokens, width}));
+  return expect_tensor(op, "dape", args.dape, DType::kF32, {pool, width});
 }
 
 // Token by token: into the open pool, and out of it when it is full.

@@ -1,5 +1,7 @@
 #include "kernels/pool_keys/pool_keys.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/pool_keys/pool_keys_simd.cc"
 #include "hwy/foreach_target.h"
@@ -146,6 +148,7 @@ HWY_EXPORT(pool_keys_ape_grad);
 
 void launch(const PoolKeys& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t pool = args.ape.size(0), width = args.k.size(1);
   stream.parallel_for(args.k.size(0), task_rows(width),
                       [&](int64_t begin, int64_t end, Worker& worker) {
@@ -166,6 +169,7 @@ void launch(const PoolKeys& args, Stream& stream) {
 
 void launch(const PoolKeysBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t pool = args.ape.size(0), width = args.k.size(1);
   int64_t first_pool = 0;
   for (int64_t b = 0; b < args.sequences.count(); ++b) {

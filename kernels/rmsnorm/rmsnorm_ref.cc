@@ -6,24 +6,24 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const RmsNorm& args) {
-  constexpr const char* kOp = "rmsnorm";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("rmsnorm");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
-  if (!args.w.empty()) RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, hidden}));
-  if (!args.inv_rms.empty()) RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
-  return expect_that(kOp, args.eps > 0.0f, "eps must be > 0");
+  if (!args.w.empty()) RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, hidden}));
+  if (!args.inv_rms.empty()) RETURN_IF_ERROR(expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
+  return expect_that(op, args.eps > 0.0f, "eps must be > 0");
 }
 
 absl::Status validate(const RmsNormBackward& args) {
-  constexpr const char* kOp = "rmsnorm_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("rmsnorm_backward");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t tokens = args.x.size(0), hidden = args.x.size(1);
-  if (!args.w.empty()) RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, hidden}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, hidden}));
-  if (!args.dw.empty()) RETURN_IF_ERROR(expect_tensor(kOp, "dw", args.dw, DType::kF32, {hidden}));
+  if (!args.w.empty()) RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {hidden}));
+  RETURN_IF_ERROR(expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, hidden}));
+  RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, hidden}));
+  if (!args.dw.empty()) RETURN_IF_ERROR(expect_tensor(op, "dw", args.dw, DType::kF32, {hidden}));
   return absl::OkStatus();
 }
 

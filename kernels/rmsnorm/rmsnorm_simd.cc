@@ -1,5 +1,7 @@
 #include "kernels/rmsnorm/rmsnorm.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/rmsnorm/rmsnorm_simd.cc"
 #include "hwy/foreach_target.h"
@@ -82,6 +84,7 @@ constexpr int64_t kGradColumns = 64;  // what one pass over the tokens sums side
 
 void launch(const RmsNorm& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.x.size(1));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(rmsnorm_rows)(args, begin, end);
@@ -90,6 +93,7 @@ void launch(const RmsNorm& args, Stream& stream) {
 
 void launch(const RmsNormBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   // dw first: dx may overwrite dy.
   if (!args.dw.empty()) {
     stream.parallel_for(args.x.size(1), kGradColumns, [&](int64_t begin, int64_t end, Worker&) {

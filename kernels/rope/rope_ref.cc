@@ -6,21 +6,21 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const RopeTable& args) {
-  constexpr const char* kOp = "rope_table";
-  RETURN_IF_ERROR(expect_tensor(kOp, "positions", args.positions, DType::kI32, {-1}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "cos", args.cos, DType::kF32, {args.positions.size(0), -1}));
+  const Operands op("rope_table");
+  RETURN_IF_ERROR(expect_tensor(op, "positions", args.positions, DType::kI32, {-1}));
+  RETURN_IF_ERROR(expect_tensor(op, "cos", args.cos, DType::kF32, {args.positions.size(0), -1}));
   RETURN_IF_ERROR(
-      expect_tensor(kOp, "sin", args.sin, DType::kF32, {args.positions.size(0), args.cos.size(1)}));
-  return expect_that(kOp, args.theta > 0.0 && std::isfinite(args.theta), "theta must be > 0");
+      expect_tensor(op, "sin", args.sin, DType::kF32, {args.positions.size(0), args.cos.size(1)}));
+  return expect_that(op, args.theta > 0.0 && std::isfinite(args.theta), "theta must be > 0");
 }
 
 absl::Status validate(const Rope& args) {
-  constexpr const char* kOp = "rope";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1, -1}));
+  const Operands op("rope");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1, -1}));
   const int64_t tokens = args.x.size(0), dims = args.x.size(2);
-  RETURN_IF_ERROR(expect_that(kOp, dims % 2 == 0, "x: the number of dimensions must be even"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "cos", args.cos, DType::kF32, {tokens, dims / 2}));
-  return expect_tensor(kOp, "sin", args.sin, DType::kF32, {tokens, dims / 2});
+  RETURN_IF_ERROR(expect_that(op, dims % 2 == 0, "x: the number of dimensions must be even"));
+  RETURN_IF_ERROR(expect_tensor(op, "cos", args.cos, DType::kF32, {tokens, dims / 2}));
+  return expect_tensor(op, "sin", args.sin, DType::kF32, {tokens, dims / 2});
 }
 
 // fp32 on purpose, step by step: at position 10^6 an angle rounded otherwise is another rotation.

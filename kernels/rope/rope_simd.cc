@@ -1,5 +1,7 @@
 #include "kernels/rope/rope.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/rope/rope_simd.cc"
 #include <algorithm>
@@ -100,6 +102,7 @@ constexpr int64_t kTableGrainTokens = 128;  // enough to forget the R/2 powers e
 
 void launch(const RopeTable& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t half = args.cos.size(1);
   stream.parallel_for(args.positions.size(0), kTableGrainTokens,
                       [&](int64_t begin, int64_t end, Worker& worker) {
@@ -116,6 +119,7 @@ void launch(const RopeTable& args, Stream& stream) {
 
 void launch(const Rope& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.x.size(1) * args.x.size(2));
   stream.parallel_for(args.x.size(0), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(rope_rows)(args, worker.scratch<float>(2 * args.x.size(2)), begin, end);

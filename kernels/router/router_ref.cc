@@ -46,33 +46,33 @@ void limit_groups(std::vector<float>& choice, int64_t groups, int64_t kept) {
 }  // namespace
 
 absl::Status validate(const Router& args) {
-  constexpr const char* kOp = "router";
-  RETURN_IF_ERROR(expect_tensor(kOp, "logits", args.logits, DType::kF32, {-1, -1}));
+  const Operands op("router");
+  RETURN_IF_ERROR(expect_tensor(op, "logits", args.logits, DType::kF32, {-1, -1}));
   const int64_t tokens = args.logits.size(0), num_experts = args.logits.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "bias", args.bias, DType::kF32, {num_experts}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "experts", args.experts, DType::kI32, {tokens, -1}));
+  RETURN_IF_ERROR(expect_tensor(op, "bias", args.bias, DType::kF32, {num_experts}));
+  RETURN_IF_ERROR(expect_tensor(op, "experts", args.experts, DType::kI32, {tokens, -1}));
   const int64_t slots = args.experts.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "weights", args.weights, DType::kF32, {tokens, slots}));
-  RETURN_IF_ERROR(expect_that(kOp, args.groups >= 1 && num_experts % args.groups == 0,
+  RETURN_IF_ERROR(expect_tensor(op, "weights", args.weights, DType::kF32, {tokens, slots}));
+  RETURN_IF_ERROR(expect_that(op, args.groups >= 1 && num_experts % args.groups == 0,
                               "groups must divide the number of experts"));
   const int64_t group_size = num_experts / args.groups;
   RETURN_IF_ERROR(
-      expect_that(kOp, args.groups == 1 || group_size >= 2, "a group must have at least two experts"));
-  RETURN_IF_ERROR(expect_that(kOp, args.groups_kept >= 1 && args.groups_kept <= args.groups,
+      expect_that(op, args.groups == 1 || group_size >= 2, "a group must have at least two experts"));
+  RETURN_IF_ERROR(expect_that(op, args.groups_kept >= 1 && args.groups_kept <= args.groups,
                               "groups_kept must be in 1..groups"));
-  return expect_that(kOp, slots >= 1 && slots <= args.groups_kept * group_size,
+  return expect_that(op, slots >= 1 && slots <= args.groups_kept * group_size,
                      "slots must be in 1..eligible experts");
 }
 
 absl::Status validate(const RouterBackward& args) {
-  constexpr const char* kOp = "router_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "logits", args.logits, DType::kF32, {-1, -1}));
+  const Operands op("router_backward");
+  RETURN_IF_ERROR(expect_tensor(op, "logits", args.logits, DType::kF32, {-1, -1}));
   const int64_t tokens = args.logits.size(0), num_experts = args.logits.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "experts", args.experts, DType::kI32, {tokens, -1}));
+  RETURN_IF_ERROR(expect_tensor(op, "experts", args.experts, DType::kI32, {tokens, -1}));
   const int64_t slots = args.experts.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "dweights", args.dweights, DType::kF32, {tokens, slots}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dlogits", args.dlogits, DType::kF32, {tokens, num_experts}));
-  return expect_that(kOp, slots >= 1 && slots <= num_experts, "slots must be in 1..experts");
+  RETURN_IF_ERROR(expect_tensor(op, "dweights", args.dweights, DType::kF32, {tokens, slots}));
+  RETURN_IF_ERROR(expect_tensor(op, "dlogits", args.dlogits, DType::kF32, {tokens, num_experts}));
+  return expect_that(op, slots >= 1 && slots <= num_experts, "slots must be in 1..experts");
 }
 
 void reference(const Router& args) {

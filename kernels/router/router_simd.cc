@@ -1,5 +1,7 @@
 #include "kernels/router/router.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/router/router_simd.cc"
 #include <algorithm>
@@ -148,6 +150,7 @@ constexpr int64_t kGrainTokens = 32;  // 5 to 10 us of work: below that, waking 
 
 void launch(const Router& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.logits.size(0), kGrainTokens, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(router_rows)(args, begin, end, worker);
   });
@@ -155,6 +158,7 @@ void launch(const Router& args, Stream& stream) {
 
 void launch(const RouterBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   stream.parallel_for(args.logits.size(0), kGrainTokens, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(router_backward_rows)(args, begin, end, worker);
   });

@@ -17,20 +17,20 @@ float uniform_at(uint64_t seed, uint64_t counter) {
 }
 
 absl::Status validate(const Sampling& args) {
-  constexpr const char* kOp = "sampling";
-  RETURN_IF_ERROR(expect_tensor(kOp, "logits", args.logits, DType::kF32, {-1, -1}));
+  const Operands op("sampling");
+  RETURN_IF_ERROR(expect_tensor(op, "logits", args.logits, DType::kF32, {-1, -1}));
   const int64_t rows = args.logits.size(0), vocab = args.logits.size(1);
-  RETURN_IF_ERROR(expect_that(kOp, vocab > 0 && vocab <= std::numeric_limits<int32_t>::max(),
+  RETURN_IF_ERROR(expect_that(op, vocab > 0 && vocab <= std::numeric_limits<int32_t>::max(),
                               "logits: the vocabulary is empty or its ids do not fit i32"));
-  RETURN_IF_ERROR(expect_tensor(kOp, "tokens", args.tokens, DType::kI32, {rows}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "logprob", args.logprob, DType::kF32, {rows}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "truncated", args.truncated, DType::kI32, {rows}));
-  RETURN_IF_ERROR(expect_that(kOp, rows == 0 || args.rows != nullptr, "rows: absent"));
+  RETURN_IF_ERROR(expect_tensor(op, "tokens", args.tokens, DType::kI32, {rows}));
+  RETURN_IF_ERROR(expect_tensor(op, "logprob", args.logprob, DType::kF32, {rows}));
+  RETURN_IF_ERROR(expect_tensor(op, "truncated", args.truncated, DType::kI32, {rows}));
+  RETURN_IF_ERROR(expect_that(op, rows == 0 || args.rows != nullptr, "rows: absent"));
   for (int64_t t = 0; t < rows; ++t) {
     const SamplingRow& row = args.rows[t];
     const auto refuse = [&](const char* field, double value, const char* expected) {
       return absl::InvalidArgumentError(
-          absl::StrCat(kOp, ": rows[", t, "].", field, ": ", value, ", expected ", expected));
+          absl::StrCat(op.op(), ": rows[", t, "].", field, ": ", value, ", expected ", expected));
     };
     const bool temperature_ok =
         row.temperature == 0.0f || (row.temperature > 0.0f && std::isnormal(row.temperature));

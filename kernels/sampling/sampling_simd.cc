@@ -1,5 +1,7 @@
 #include "kernels/sampling/sampling.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/sampling/sampling_simd.cc"
 #include <algorithm>
@@ -302,6 +304,7 @@ HWY_EXPORT(sampling_finish);
 
 void launch(const Sampling& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t rows = args.logits.size(0), blocks = softmax_blocks(args.logits.size(1));
   for_softmax_rows(
       stream, rows, blocks, /*row_grain=*/1, /*finish_grain=*/1,

@@ -21,33 +21,33 @@ double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 }  // namespace
 
 absl::Status validate(const ShortConv& args) {
-  constexpr const char* kOp = "short_conv";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("short_conv");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t tokens = args.x.size(0), channels = args.x.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {channels, -1}));
-  RETURN_IF_ERROR(expect_that(kOp, args.w.size(1) >= 1, "w: expected at least one tap"));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, channels}));
+  RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {channels, -1}));
+  RETURN_IF_ERROR(expect_that(op, args.w.size(1) >= 1, "w: expected at least one tap"));
+  RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, channels}));
   RETURN_IF_ERROR(
-      expect_that(kOp, args.tail.empty() == args.slots.empty(), "tail and slots: expected both or neither"));
+      expect_that(op, args.tail.empty() == args.slots.empty(), "tail and slots: expected both or neither"));
   if (args.tail.empty()) {
-    return expect_that(kOp, args.sequences.whole(), "tail: needed where a sequence has cached tokens");
+    return expect_that(op, args.sequences.whole(), "tail: needed where a sequence has cached tokens");
   }
-  RETURN_IF_ERROR(expect_tensor(kOp, "tail", args.tail, DType::kF32, {-1, args.w.size(1) - 1, channels}));
-  return expect_slots(kOp, args.slots, args.sequences, args.tail.size(0));
+  RETURN_IF_ERROR(expect_tensor(op, "tail", args.tail, DType::kF32, {-1, args.w.size(1) - 1, channels}));
+  return expect_slots(op, args.slots, args.sequences, args.tail.size(0));
 }
 
 absl::Status validate(const ShortConvBackward& args) {
-  constexpr const char* kOp = "short_conv_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "x", args.x, DType::kF32, {-1, -1}));
+  const Operands op("short_conv_backward");
+  RETURN_IF_ERROR(expect_activation(op, "x", args.x, {-1, -1}));
   const int64_t tokens = args.x.size(0), channels = args.x.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "w", args.w, DType::kF32, {channels, -1}));
-  RETURN_IF_ERROR(expect_that(kOp, args.w.size(1) >= 1, "w: expected at least one tap"));
-  RETURN_IF_ERROR(expect_sequences(kOp, args.sequences, tokens));
-  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, channels}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dx", args.dx, DType::kF32, {tokens, channels}));
-  return expect_tensor(kOp, "dw", args.dw, DType::kF32, {channels, args.w.size(1)});
+  RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {channels, -1}));
+  RETURN_IF_ERROR(expect_that(op, args.w.size(1) >= 1, "w: expected at least one tap"));
+  RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, channels}));
+  RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, channels}));
+  return expect_tensor(op, "dw", args.dw, DType::kF32, {channels, args.w.size(1)});
 }
 
 void reference(const ShortConv& args) {

@@ -1,5 +1,7 @@
 #include "kernels/short_conv/short_conv.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/short_conv/short_conv_simd.cc"
 #include <algorithm>
@@ -187,6 +189,7 @@ int64_t channel_grain(int64_t tokens) { return std::max<int64_t>(128, 16384 / (t
 
 void launch(const ShortConv& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = channel_grain(args.x.size(0));
   stream.parallel_for(args.x.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(short_conv_channels)(args, begin, end, worker);
@@ -195,6 +198,7 @@ void launch(const ShortConv& args, Stream& stream) {
 
 void launch(const ShortConvBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = channel_grain(args.x.size(0));
   stream.parallel_for(args.x.size(1), grain, [&](int64_t begin, int64_t end, Worker& worker) {
     HWY_DYNAMIC_DISPATCH(short_conv_backward_channels)(args, begin, end, worker);

@@ -18,6 +18,9 @@ constexpr int64_t kAttentionBlock = 512;
 // Entries of a key list whose scores' gradients are kept together in the backward: whole tiles of 12.
 constexpr int64_t kGradTile = 96;
 
+// The widest rows that the CUDA form takes: of latents, and of the heads of separate keys and values.
+constexpr int64_t kAttentionWidthCuda = 640, kGqaWidthCuda = 256;
+
 struct Attention {
   Tensor q;             // in   [T, h, key_width] f32; head j uses key/value head j / (h / kv_heads)
   PagedRows keys;       // in   key head g is columns [g * key_width, (g + 1) * key_width) of a row

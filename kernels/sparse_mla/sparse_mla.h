@@ -1,6 +1,7 @@
 // SparseMla: multi-head latent attention in absorbed form over selected positions, or over the whole causal prefix.
 // All heads share one key row [c ; k_rope] a position, whose first "rank" values are also the value row.
 //   score = (q[t, h] · key[s]) * scale;  p = softmax over the selected s;  o[t, h] = sum over s, ascending, of p_s key[s][:rank]
+// On CUDA q, o and the gradients are f32 or bf16, all of a call alike; keys are stored in either.
 // DeepSeek-V2 2024, arXiv:2405.04434; DeepSeek-V3.2 2025, arXiv:2512.02556. model-spec section 3.
 #pragma once
 

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/sparse_mla/attention.h"
 #include "kernels/sparse_mla/attention_ref.h"
 #include "kernels/sparse_mla/sparse_mla.h"
 #include "kernels/validate.h"
@@ -10,11 +11,12 @@ namespace slipstream::kernels {
 namespace {
 
 // The selection of every query lies in its causal prefix, in ascending order.
-absl::Status expect_selection(const char* op, const Tensor& indices, const Tensor& counts,
+absl::Status expect_selection(const Operands& op, const Tensor& indices, const Tensor& counts,
                               const Sequences& sequences, int64_t tokens) {
   if (indices.empty()) return expect_that(op, counts.empty(), "counts without indices");
   RETURN_IF_ERROR(expect_tensor(op, "indices", indices, DType::kI32, {tokens, -1}));
   RETURN_IF_ERROR(expect_tensor(op, "counts", counts, DType::kI32, {tokens}));
+  if (!on_host(indices)) return absl::OkStatus();
   for (int64_t b = 0; b < sequences.count(); ++b) {
     for (int64_t t = sequences.begin(b); t < sequences.end(b); ++t) {
       const int64_t position = sequences.cached_tokens(b) + t - sequences.begin(b);
@@ -48,11 +50,13 @@ std::vector<int64_t> selection(const Sequences& sequences, const Tensor& indices
 
 // What forward and backward have in common.
 template <class Args>
-absl::Status expect_attention(const char* op, const Args& args) {
-  RETURN_IF_ERROR(expect_tensor(op, "q", args.q, DType::kF32, {-1, -1, -1}));
+absl::Status expect_attention(const Operands& op, const Args& args) {
+  RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2);
-  RETURN_IF_ERROR(expect_tensor(op, "o", args.o, DType::kF32, {tokens, heads, -1}));
+  RETURN_IF_ERROR(expect_activation(op, "o", args.o, {tokens, heads, -1}));
   RETURN_IF_ERROR(expect_that(op, args.o.size(2) >= 1 && args.o.size(2) <= width, "o: rank must be in 1..W"));
+  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || width <= kAttentionWidthCuda,
+                                   "q: rows wider than 640 on CUDA"));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
   RETURN_IF_ERROR(expect_paged(op, "keys", args.keys, args.sequences, width));
   return expect_selection(op, args.indices, args.counts, args.sequences, tokens);
@@ -61,21 +65,21 @@ absl::Status expect_attention(const char* op, const Args& args) {
 }  // namespace
 
 absl::Status validate(const SparseMla& args) {
-  constexpr const char* kOp = "sparse_mla";
-  RETURN_IF_ERROR(expect_attention(kOp, args));
+  const Operands op("sparse_mla");
+  RETURN_IF_ERROR(expect_attention(op, args));
   if (args.lse.empty()) return absl::OkStatus();
-  return expect_tensor(kOp, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
+  return expect_tensor(op, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
 }
 
 absl::Status validate(const SparseMlaBackward& args) {
-  constexpr const char* kOp = "sparse_mla_backward";
-  RETURN_IF_ERROR(expect_attention(kOp, args));
-  RETURN_IF_ERROR(expect_whole(kOp, args.sequences));
+  const Operands op("sparse_mla_backward");
+  RETURN_IF_ERROR(expect_attention(op, args));
+  RETURN_IF_ERROR(expect_whole(op, args.sequences));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2), rank = args.o.size(2);
-  RETURN_IF_ERROR(expect_tensor(kOp, "lse", args.lse, DType::kF32, {tokens, heads}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "d_o", args.d_o, DType::kF32, {tokens, heads, rank}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dq", args.dq, DType::kF32, {tokens, heads, width}));
-  return expect_tensor(kOp, "dkeys", args.dkeys, DType::kF32, {tokens, width});
+  RETURN_IF_ERROR(expect_tensor(op, "lse", args.lse, DType::kF32, {tokens, heads}));
+  RETURN_IF_ERROR(expect_activation(op, "d_o", args.d_o, {tokens, heads, rank}));
+  RETURN_IF_ERROR(expect_activation(op, "dq", args.dq, {tokens, heads, width}));
+  return expect_activation(op, "dkeys", args.dkeys, {tokens, width});
 }
 
 void reference(const SparseMla& args) {

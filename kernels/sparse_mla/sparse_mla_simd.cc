@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hwy/foreach_target.h"
+#include "kernels/launch_cuda.h"
 #include "kernels/sparse_mla/attention.h"
 #include "kernels/sparse_mla/attention_tiles-inl.h"
 
@@ -503,6 +504,7 @@ void fill_zero(const Tensor& x, int64_t heads, int64_t width, Stream& stream) {
 }  // namespace
 
 void attend(const Attention& args, Stream& stream) {
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   std::vector<AttentionGroup> groups = make_groups(args);
   if (stream.threads() > 1 && static_cast<int64_t>(groups.size()) < 2 * stream.threads()) {
     const int64_t widths = args.q.size(2) + args.o.size(2);
@@ -523,6 +525,7 @@ void attend(const Attention& args, Stream& stream) {
 // key, so that one thread adds to an element and adds in the order of the groups. Where rounds end changes
 // nothing.
 void attend_backward(const AttentionBackward& args, Stream& stream) {
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t kv_heads = args.forward.kv_heads;
   fill_zero(args.dkeys, kv_heads, args.dq.size(2), stream);
   if (!args.dvalues.empty()) fill_zero(args.dvalues, kv_heads, args.d_o.size(2), stream);

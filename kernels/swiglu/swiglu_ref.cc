@@ -7,25 +7,25 @@
 namespace slipstream::kernels {
 
 absl::Status validate(const SwiGlu& args) {
-  constexpr const char* kOp = "swiglu";
-  RETURN_IF_ERROR(expect_tensor(kOp, "gate", args.gate, DType::kF32, {-1, -1}));
+  const Operands op("swiglu");
+  RETURN_IF_ERROR(expect_activation(op, "gate", args.gate, {-1, -1}));
   const int64_t tokens = args.gate.size(0), width = args.gate.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "up", args.up, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "y", args.y, DType::kF32, {tokens, width}));
-  return expect_that(kOp, args.limit > 0.0f, "limit must be > 0");
+  RETURN_IF_ERROR(expect_activation(op, "up", args.up, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, width}));
+  return expect_that(op, args.limit > 0.0f, "limit must be > 0");
 }
 
 absl::Status validate(const SwiGluBackward& args) {
-  constexpr const char* kOp = "swiglu_backward";
-  RETURN_IF_ERROR(expect_tensor(kOp, "gate", args.gate, DType::kF32, {-1, -1}));
+  const Operands op("swiglu_backward");
+  RETURN_IF_ERROR(expect_activation(op, "gate", args.gate, {-1, -1}));
   const int64_t tokens = args.gate.size(0), width = args.gate.size(1);
-  RETURN_IF_ERROR(expect_tensor(kOp, "up", args.up, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dy", args.dy, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dgate", args.dgate, DType::kF32, {tokens, width}));
-  RETURN_IF_ERROR(expect_tensor(kOp, "dup", args.dup, DType::kF32, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "up", args.up, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dy", args.dy, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dgate", args.dgate, {tokens, width}));
+  RETURN_IF_ERROR(expect_activation(op, "dup", args.dup, {tokens, width}));
   RETURN_IF_ERROR(
-      expect_that(kOp, tokens * width == 0 || args.dup.raw() != args.dgate.raw(), "dup is dgate"));
-  return expect_that(kOp, args.limit > 0.0f, "limit must be > 0");
+      expect_that(op, tokens * width == 0 || args.dup.raw() != args.dgate.raw(), "dup is dgate"));
+  return expect_that(op, args.limit > 0.0f, "limit must be > 0");
 }
 
 void reference(const SwiGlu& args) {

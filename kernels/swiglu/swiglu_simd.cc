@@ -1,5 +1,7 @@
 #include "kernels/swiglu/swiglu.h"
 
+#include "kernels/launch_cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/swiglu/swiglu_simd.cc"
 #include "hwy/foreach_target.h"
@@ -74,6 +76,7 @@ HWY_EXPORT(swiglu_backward_rows);
 
 void launch(const SwiGlu& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.gate.size(1));
   stream.parallel_for(args.gate.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(swiglu_rows)(args, begin, end);
@@ -82,6 +85,7 @@ void launch(const SwiGlu& args, Stream& stream) {
 
 void launch(const SwiGluBackward& args, Stream& stream) {
   CHECK_OK(validate(args));
+  if (stream.on_cuda()) return launch_cuda(args, stream);
   const int64_t grain = task_rows(args.gate.size(1));
   stream.parallel_for(args.gate.size(0), grain, [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(swiglu_backward_rows)(args, begin, end);

@@ -46,7 +46,8 @@ TEST(TensorTest, SlicesAndViews) {
 
 TEST(ArenaTest, GivesBackInReverse) {
   Arena arena = *Arena::create_cpu(1 << 20);
-  const Tensor first = arena.zeros(DType::kF32, {3, 5});
+  const std::unique_ptr<Stream> stream = *Stream::create_cpu(1);
+  const Tensor first = arena.zeros(DType::kF32, {3, 5}, *stream);
   const int64_t before = arena.used();
   void* inner = nullptr;
   {
@@ -57,6 +58,23 @@ TEST(ArenaTest, GivesBackInReverse) {
   EXPECT_GT(arena.peak(), before);
   EXPECT_EQ(arena.alloc(DType::kI32, {1}).raw(), inner);
   EXPECT_EQ(first.f32()[14], 0.0f);
+}
+
+TEST(StreamTest, RefusesADeviceThatIsNotThere) {
+  const absl::StatusCode code = Stream::create_cuda(99).status().code();
+  EXPECT_TRUE(code == absl::StatusCode::kNotFound || code == absl::StatusCode::kUnimplemented);
+}
+
+TEST(StreamTest, CopiesOnTheCpuToo) {
+  const std::unique_ptr<Stream> stream = *Stream::create_cpu(1);
+  int32_t values[3] = {1, 2, 3}, back[3] = {};
+  int32_t memory[3] = {};
+  const Tensor t(memory, DType::kI32, {3});
+  stream->upload(values, t);
+  stream->download(t, back);
+  EXPECT_EQ(back[2], 3);
+  stream->zero(t);
+  EXPECT_EQ(memory[2], 0);
 }
 
 TEST(Bf16Test, RoundsToNearestEven) {

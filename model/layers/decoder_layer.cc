@@ -28,10 +28,10 @@ Tensor DecoderLayer::enter(const HyperWeights& hyper, const Tensor& norm, const 
   s.u = state;
   if (hyper_) {
     const int64_t n = hyper_->streams;
-    s.zr = linear(step, state, hyper.fn);
-    s.inv_rms = step.alloc({tokens});
-    s.post = step.alloc({tokens, n});
-    s.comb = step.alloc({tokens, n, n});
+    s.zr = linear_island(step, state, hyper.fn);
+    s.inv_rms = step.island({tokens});
+    s.post = step.island({tokens, n});
+    s.comb = step.island({tokens, n, n});
     s.u = step.alloc({tokens, hidden_});
     kernels::launch(kernels::MhcMix{.x = state.view({tokens, n, hidden_}), .zr = s.zr, .base = hyper.base,
                                     .scale = hyper.scale, .norm_eps = norm_eps_, .eps = hyper_->eps,
@@ -64,8 +64,8 @@ Tensor DecoderLayer::leave_backward(const SublayerSaved& s, const Tensor& dout, 
   }
   const int64_t n = hyper_->streams;
   const Tensor dy = step.alloc({tokens, hidden_});
-  *dpost = step.alloc({tokens, n});
-  *dcomb = step.alloc({tokens, n, n});
+  *dpost = step.island({tokens, n});
+  *dcomb = step.island({tokens, n, n});
   kernels::launch(kernels::MhcMergeBackward{.x = s.streams.view({tokens, n, hidden_}), .y = s.y, .post = s.post,
                                             .comb = s.comb, .dout = dout.view({tokens, n, hidden_}),
                                             .dx = dstate.view({tokens, n, hidden_}), .dy = dy, .dpost = *dpost,
@@ -84,7 +84,7 @@ void DecoderLayer::enter_backward(const HyperWeights& hyper, const Tensor& norm,
     return;
   }
   const int64_t tokens = dh.size(0), n = hyper_->streams;
-  const Tensor dzr = step.alloc({tokens, hyper_->mixes()});
+  const Tensor dzr = step.island({tokens, hyper_->mixes()});
   kernels::launch(kernels::MhcMixBackward{.x = s.streams.view({tokens, n, hidden_}), .zr = s.zr, .base = hyper.base,
                                           .scale = hyper.scale, .eps = hyper_->eps,
                                           .iterations = hyper_->iterations, .inv_rms = s.inv_rms, .du = du,

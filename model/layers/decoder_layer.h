@@ -39,8 +39,8 @@ class DecoderLayer {
   DecoderLayer(const ModelConfig& config, const LayerConfig& layer, parallel::Groups groups);
 
   // state [T, n*H] (n = 1 without streams) -> out, the same shape; out may not be state. `selection` as in
-  // Mla::forward: where `replay` has one, that one. chosen_experts [T, k] i32 receives the experts used; it may
-  // be absent.
+  // Mla::forward: where `replay` has one, that one. chosen_experts [T, k] i32 receives the router's choice; it
+  // may be absent.
   void forward(const LayerWeights& w, const Tensor& state, const Tensor& out, const LayerCache& cache,
                const Selection& selection, const LayerReplay& replay, const Tensor& chosen_experts, Saved* saved,
                Step& step) const;

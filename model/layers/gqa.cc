@@ -46,7 +46,7 @@ Tensor GqaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
   kernels::launch(kernels::PagedWrite{.rows = k, .sequences = step.batch.sequences, .store = s.k}, step.stream);
   kernels::launch(kernels::PagedWrite{.rows = v, .sequences = step.batch.sequences, .store = s.v}, step.stream);
   s.o = step.alloc({tokens, config_.heads, d});
-  if (saved != nullptr) s.lse = step.alloc({tokens, config_.heads});
+  if (saved != nullptr) s.lse = step.island({tokens, config_.heads});
   kernels::launch(kernels::Gqa{.q = s.q, .k = s.k, .v = s.v, .sequences = step.batch.sequences,
                                .kv_heads = config_.kv_heads, .scale = scale_, .o = s.o, .lse = s.lse},
                   step.stream);

@@ -25,7 +25,7 @@ void Indexer::forward(const Weights& w, const Tensor& x, const Tensor& q_resid, 
   const kernels::ArenaScope scope(step.arena);
   const PreparedBatch& batch = step.batch;
   const Tensor q = linear(step, q_resid, w.wq_b).split_last(config_.heads);
-  const Tensor weights = linear(step, x, w.weights_proj);
+  const Tensor weights = linear_island(step, x, w.weights_proj);
   const Tensor raw = linear(step, x, w.wk);
   const Tensor k = step.alloc({raw.size(0), raw.size(1)});
   kernels::launch(kernels::LayerNorm{.x = raw, .w = w.k_norm_w, .b = w.k_norm_b, .y = k, .mean = {}, .inv_std = {},

@@ -31,12 +31,12 @@ Tensor KdaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
                                      .slots = cache.conv_tail.empty() ? Tensor() : batch.slots, .y = s.mixed},
                   step.stream);
   s.f_a = linear(step, x, w.f_a);
-  s.decay_logit = linear(step, s.f_a, w.f_b).split_last(h);
-  s.beta_logit = linear(step, x, w.b);
+  s.decay_logit = linear_island(step, s.f_a, w.f_b).split_last(h);
+  s.beta_logit = linear_island(step, x, w.b);
   s.q_hat = step.alloc({tokens, h, d});
   s.k_hat = step.alloc({tokens, h, d});
-  s.log_decay = step.alloc({tokens, h, d});
-  s.beta = step.alloc({tokens, h});
+  s.log_decay = step.island({tokens, h, d});
+  s.beta = step.island({tokens, h});
   kernels::launch(kernels::KdaInputs{.q = third(s.mixed, 0, h), .k = third(s.mixed, 1, h),
                                      .decay_logit = s.decay_logit, .beta_logit = s.beta_logit, .a_log = w.a_log,
                                      .dt_bias = w.dt_bias.view({h, d}), .lower_bound = config_.lower_bound,
@@ -44,8 +44,8 @@ Tensor KdaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
                   step.stream);
   const Tensor o = step.alloc({tokens, h, d});
   if (saved != nullptr) {
-    s.span_states = step.alloc({kernels::kda_spans(batch.sequences), h, d, d});
-    s.r = step.alloc({tokens, h, d});
+    s.span_states = step.island({kernels::kda_spans(batch.sequences), h, d, d});
+    s.r = step.island({tokens, h, d});
   }
   kernels::launch(kernels::Kda{.q = s.q_hat, .k = s.k_hat, .v = third(s.mixed, 2, h), .log_decay = s.log_decay,
                                .beta = s.beta, .sequences = batch.sequences, .cache = cache.kda,
@@ -56,7 +56,7 @@ Tensor KdaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
   s.g_a = linear(step, x, w.g_a);
   s.gate = linear(step, s.g_a, w.g_b).view({tokens * h, d});
   s.gated = step.alloc({tokens, width});
-  if (saved != nullptr) s.o_inv = step.alloc({tokens * h});
+  if (saved != nullptr) s.o_inv = step.island({tokens * h});
   kernels::launch(kernels::GatedNorm{.x = s.o, .w = w.o_norm, .gate = s.gate, .y = s.gated.view({tokens * h, d}),
                                      .inv_rms = s.o_inv, .eps = norm_eps_},
                   step.stream);
@@ -85,14 +85,14 @@ Tensor KdaAttention::backward(const Weights& w, const Saved& s, const Tensor& dy
 
   const Tensor dmixed = step.alloc({tokens, 3 * width});
   const Tensor dq_hat = step.alloc({tokens, h, d}), dk_hat = step.alloc({tokens, h, d});
-  const Tensor dlog_decay = step.alloc({tokens, h, d}), dbeta = step.alloc({tokens, h});
+  const Tensor dlog_decay = step.island({tokens, h, d}), dbeta = step.island({tokens, h});
   kernels::launch(
       kernels::KdaBackward{.q = s.q_hat, .k = s.k_hat, .log_decay = s.log_decay, .beta = s.beta,
                            .sequences = batch.sequences, .span_states = s.span_states, .r = s.r,
                            .d_o = d_o.view({tokens, h, d}), .dq = dq_hat, .dk = dk_hat,
                            .dlog_decay = dlog_decay, .dv = third(dmixed, 2, h), .dbeta = dbeta},
       step.stream);
-  const Tensor ddecay_logit = step.alloc({tokens, h, d}), dbeta_logit = step.alloc({tokens, h});
+  const Tensor ddecay_logit = step.island({tokens, h, d}), dbeta_logit = step.island({tokens, h});
   kernels::launch(
       kernels::KdaInputsBackward{.q = third(s.mixed, 0, h), .k = third(s.mixed, 1, h), .decay_logit = s.decay_logit,
                                  .beta_logit = s.beta_logit, .a_log = w.a_log, .dt_bias = w.dt_bias.view({h, d}),

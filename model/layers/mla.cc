@@ -43,7 +43,7 @@ Tensor Mla::forward(const Weights& w, const Tensor& x, const LayerCache& cache, 
   };
   const Tensor rows = step.alloc({tokens, width});
   s.c_raw = linear(step, x, w.kv_a.slice(0, 0, rank), bias_part(0, rank));
-  s.c_inv = step.alloc({tokens});
+  s.c_inv = step.island({tokens});
   kernels::launch(kernels::RmsNorm{.x = s.c_raw, .w = w.kv_a_norm, .y = rows.slice(1, 0, rank), .inv_rms = s.c_inv,
                                    .eps = config_.latent_norm_eps},
                   step.stream);
@@ -70,7 +70,7 @@ Tensor Mla::forward(const Weights& w, const Tensor& x, const LayerCache& cache, 
     rotate(q_rope, /*inverse=*/false, step);
   }
   s.o_latent = step.alloc({tokens, h, rank});
-  if (saved != nullptr) s.lse = step.alloc({tokens, h});
+  if (saved != nullptr) s.lse = step.island({tokens, h});
   kernels::launch(kernels::SparseMla{.q = s.q_absorbed, .keys = s.keys, .sequences = step.batch.sequences,
                                      .indices = s.selection.indices, .counts = s.selection.counts, .scale = scale_,
                                      .o = s.o_latent, .lse = s.lse},

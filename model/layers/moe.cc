@@ -1,7 +1,5 @@
 #include "model/layers/moe.h"
 
-#include <algorithm>
-
 #include "kernels/grouped_gemm/grouped_gemm.h"
 #include "kernels/moe_dispatch/moe_dispatch.h"
 #include "kernels/router/router.h"
@@ -46,9 +44,9 @@ Tensor Moe::forward(const Weights& w, const Tensor& x, const Tensor& replayed, c
   const int64_t tokens = x.size(0), k = config_.per_token;
   Saved s;
   s.x = x;
-  s.logits = linear(step, x, w.router);
+  s.logits = linear_island(step, x, w.router);
   s.experts = !replayed.empty() ? replayed : !chosen.empty() ? chosen : step.ints({tokens, k});
-  s.weights = step.alloc({tokens, k});
+  s.weights = step.island({tokens, k});
   kernels::launch(kernels::Router{.logits = s.logits, .bias = w.router_bias, .experts = s.experts, .weights = s.weights,
                                   .groups = config_.groups, .groups_kept = config_.groups_kept,
                                   .normalize = config_.normalize, .scale = config_.scale,
@@ -67,10 +65,9 @@ Tensor Moe::forward(const Weights& w, const Tensor& x, const Tensor& replayed, c
   kernels::launch(kernels::SwiGlu{.gate = s.gate, .up = s.up, .y = h, .limit = limit_}, step.stream);
   s.rows = grouped_linear(step, h, w.down, s.row_begin);
   const Tensor y = config_.shared > 0 ? shared_.forward(w.shared, x, saved != nullptr ? &s.shared : nullptr, step)
-                                      : step.arena.zeros(kernels::DType::kF32, {tokens, x.size(1)});
+                                      : step.arena.zeros(step.dtype, {tokens, x.size(1)}, step.stream);
   kernels::launch(kernels::MoeCombine{.rows = s.rows, .weights = s.weights, .slot_row = s.slot_row, .y = y},
                   step.stream);
-  if (!replayed.empty() && !chosen.empty()) std::copy_n(replayed.i32(), replayed.numel(), chosen.i32());
   if (saved != nullptr) *saved = s;
   return y;
 }
@@ -79,10 +76,10 @@ Tensor Moe::backward(const Weights& w, const Saved& s, const Tensor& dy, Weights
   const int64_t tokens = dy.size(0);
   const Tensor dx = config_.shared > 0
                         ? shared_.backward(w.shared, s.shared, dy, dw.shared, step)
-                        : step.arena.zeros(kernels::DType::kF32, {tokens, dy.size(1)});
+                        : step.arena.zeros(step.dtype, {tokens, dy.size(1)}, step.stream);
   const kernels::ArenaScope scope(step.arena);
   const Tensor drows = step.alloc({s.rows.size(0), s.rows.size(1)});
-  const Tensor dweights = step.alloc({tokens, config_.per_token});
+  const Tensor dweights = step.island({tokens, config_.per_token});
   kernels::launch(kernels::MoeCombineBackward{.rows = s.rows, .weights = s.weights, .slot_row = s.slot_row, .dy = dy,
                                               .drows = drows, .dweights = dweights},
                   step.stream);
@@ -101,7 +98,7 @@ Tensor Moe::backward(const Weights& w, const Saved& s, const Tensor& dy, Weights
   add_into(step, drows_in, grouped_input_grad(step, dup, w.up, s.row_begin));
   kernels::launch(kernels::MoeGatherBackward{.drows = drows_in, .slot_row = s.slot_row, .dx = dx}, step.stream);
 
-  const Tensor dlogits = step.alloc({tokens, config_.experts});
+  const Tensor dlogits = step.island({tokens, config_.experts});
   kernels::launch(kernels::RouterBackward{.logits = s.logits, .experts = s.experts, .dweights = dweights,
                                           .dlogits = dlogits, .normalize = config_.normalize, .scale = config_.scale},
                   step.stream);

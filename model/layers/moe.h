@@ -25,7 +25,7 @@ class Moe {
   Moe(const MoeConfig& config, float limit, parallel::Group& tp) : config_(config), limit_(limit), shared_(limit, tp) {}
 
   // x [T, H] -> y [T, H]. replayed: experts [T, k] to use instead of the router's choice, or absent. chosen [T, k] i32
-  // receives the experts used; it may be absent.
+  // receives the router's choice; it may be absent.
   Tensor forward(const Weights& w, const Tensor& x, const Tensor& replayed, const Tensor& chosen, Saved* saved,
                  Step& step) const;
   Tensor backward(const Weights& w, const Saved& saved, const Tensor& dy, Weights& dw, Step& step) const;

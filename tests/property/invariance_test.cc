@@ -1,12 +1,14 @@
 // Goal: a token's log-prob has the same bits however its sequence reaches the model: in one prefill, in pieces, token by
 // token, in a batch with others, as a training forward, with a forked cache, from panels of the weights or without, on one
-// thread or two; for every family, in fp32 and bf16.
+// thread or two; for every family, in fp32 and bf16. On a CUDA device too, where there is one: then activations are bf16 with
+// the weights.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
 
 #include "gtest/gtest.h"
+#include "model/host_values.h"
 #include "tests/property/test_models.h"
 
 namespace slipstream::model {
@@ -17,6 +19,13 @@ using testing::make_test_model;
 using testing::TestModel;
 
 constexpr int64_t kLength = 300;
+
+enum class Where { kCpu, kCuda };
+
+kernels::Stream* cuda_stream() {  // null without a device
+  static const absl::StatusOr<std::unique_ptr<kernels::Stream>> stream = kernels::Stream::create_cuda(0);
+  return stream.ok() ? stream->get() : nullptr;
+}
 
 kernels::Stream& stream_of(int threads) {
   static const std::unique_ptr<kernels::Stream> one = *kernels::Stream::create_cpu(1);
@@ -42,20 +51,20 @@ std::vector<std::vector<float>> run(TestModel& m, const std::vector<Piece>& piec
     batch.lengths.push_back(static_cast<int64_t>(piece.tokens.size()));
     if (cache != nullptr) batch.cached.push_back(piece.cached);
   }
-  kernels::Stream& stream = stream_of(threads);
+  const bool cuda = m.arena.device().kind == kernels::DeviceKind::kCuda;
+  kernels::Stream& stream = cuda ? *cuda_stream() : stream_of(threads);
   const absl::StatusOr<PreparedBatch> prepared = prepare_batch(m.config(), batch, cache, m.arena, stream);
   CHECK_OK(prepared.status());
-  Step step{stream, m.arena, *prepared, panels};
+  Step step{stream, m.arena, *prepared, panels, cuda ? m.loaded.store.dtype() : DType::kF32};
   SavedForward saved;
   const Tensor hidden = m.model->forward(m.weights(), step, training ? &saved : nullptr);
-  const Tensor target_rows = step.ints({prepared->rows()});
-  std::copy(targets.begin(), targets.end(), target_rows.i32());
-  const Tensor logprob = m.model->log_probs(m.weights(), hidden, target_rows, 1.0f, false, step).logprob;
+  const Tensor logprob = m.model->log_probs(m.weights(), hidden, step.upload(targets), 1.0f, false, step).logprob;
   std::vector<std::vector<float>> out;
-  const float* next = logprob.f32();
+  const std::vector<float> values = host_values<float>(logprob, stream);
+  auto next = values.begin();
   for (const Piece& piece : pieces) {
-    out.emplace_back(next, next + piece.tokens.size());
-    next += piece.tokens.size();
+    out.emplace_back(next, next + static_cast<int64_t>(piece.tokens.size()));
+    next += static_cast<int64_t>(piece.tokens.size());
   }
   return out;
 }
@@ -70,7 +79,9 @@ Piece piece_of(const std::vector<int32_t>& tokens, int64_t begin, int64_t end, i
 }
 
 std::unique_ptr<Cache> make_cache(const TestModel& m, int64_t tokens = 8192, int64_t sequences = 20) {
-  return *Cache::create(m.config(), {.tokens = tokens, .sequences = sequences, .dtype = m.loaded.store.dtype()});
+  const bool cuda = m.arena.device().kind == kernels::DeviceKind::kCuda;
+  return *Cache::create(m.config(), {.tokens = tokens, .sequences = sequences, .dtype = m.loaded.store.dtype()},
+                        cuda ? cuda_stream() : nullptr);
 }
 
 void expect_same(const std::vector<float>& actual, const std::vector<float>& expected, const std::string& what) {
@@ -82,9 +93,17 @@ void expect_same(const std::vector<float>& actual, const std::vector<float>& exp
   }
 }
 
-class InvarianceTest : public ::testing::TestWithParam<std::tuple<std::string, DType>> {
+class InvarianceTest : public ::testing::TestWithParam<std::tuple<std::string, DType, Where>> {
  protected:
-  InvarianceTest() : m_(make_test_model(std::get<0>(GetParam()), std::get<1>(GetParam()))) {
+  InvarianceTest() : m_(make_test_model(std::get<0>(GetParam()), std::get<1>(GetParam()))) {}
+
+  bool cuda() const { return std::get<2>(GetParam()) == Where::kCuda; }
+  void SetUp() override {
+    if (cuda()) {
+      if (cuda_stream() == nullptr) GTEST_SKIP() << kernels::Stream::create_cuda(0).status().message();
+      m_.loaded.store = *m_.loaded.store.copy_to(m_.config(), *cuda_stream());
+      m_.arena = *kernels::Arena::create(cuda_stream()->device(), int64_t{1} << 30);
+    }
     tokens_ = testing::test_tokens(m_.config(), kLength, 5);
     whole_ = run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2)[0];
   }
@@ -128,6 +147,7 @@ TEST_P(InvarianceTest, ChunkedPrefill) {
 TEST_P(InvarianceTest, TokenByToken) { expect_same(in_pieces({1}, 1), whole_, "decode"); }
 
 TEST_P(InvarianceTest, FromPanels) {
+  if (cuda()) GTEST_SKIP() << "panels of weights are the CPU's";
   WeightPanels panels = *WeightPanels::create(m_.loaded.store);
   expect_same(run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2, /*training=*/false, &panels)[0], whole_, "panels");
   expect_same(in_pieces({1}, 1, &panels), whole_, "decode from panels");
@@ -193,8 +213,13 @@ TEST_P(InvarianceTest, ForkedCache) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, InvarianceTest,
-                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()),
-                                            ::testing::Values(DType::kF32, DType::kBf16)));
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
+                                            ::testing::Values(Where::kCpu)));
+#ifdef SLIPSTREAM_HAS_CUDA
+INSTANTIATE_TEST_SUITE_P(CudaFamilies, InvarianceTest,
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
+                                            ::testing::Values(Where::kCuda)));
+#endif
 
 }  // namespace
 }  // namespace slipstream::model

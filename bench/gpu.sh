@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# The CUDA forms on a machine that has the device but no compiler of ours: build a bundle here, carry it there, run it there.
+#   bench/gpu.sh bundle DIR     builds with the preset cuda; DIR receives the binaries and the shared libraries they need
+#   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16; one table,
+#                               logs in DIR/logs or $LOGS
+#   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
+# Exits 1 when anything failed.
+set -euo pipefail
+
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check"
+
+bundle() {
+  local root dir=$1 build=${BUILD:-build/cuda}
+  root=$(cd "$(dirname "$0")/.." && pwd)
+  cd "$root"
+  if [ ! -e "$build/build.ninja" ]; then cmake --preset cuda; fi
+  # shellcheck disable=SC2086
+  cmake --build "$build" --target $(for b in $binaries; do basename "$b"; done)
+  mkdir -p "$dir/lib"
+  for b in $binaries; do
+    cp "$build/$b" "$dir/"
+    strip "$dir/$(basename "$b")"
+    # What every machine with a driver has stays behind.
+    ldd "$build/$b" | awk '$3 ~ /^\// {print $3}' |
+      { grep -Ev '/(libc|libm|libdl|librt|libpthread|libcuda|libstdc\+\+|libgcc_s)\.so' || true; } |
+      xargs -r -I{} cp -Lu {} "$dir/lib/"
+  done
+  cp "$0" "$dir/"
+  du -sh "$dir"
+}
+
+failed=0
+# step NAME COMMAND...: runs it, keeps its output in a log and prints one row.
+step() {
+  local name=$1 begin=$SECONDS result=ok
+  shift
+  "$@" > "$logs/$name.log" 2>&1 || result=FAIL
+  if [ "$result" = FAIL ]; then failed=1; fi
+  # The last line that counts something: gtest's totals, or how many quantities passed.
+  local summary
+  summary=$(grep -cE '^ok ' "$logs/$name.log" || true)
+  if [ "$summary" = 0 ]; then
+    summary=$(grep -E '\[  (PASSED|FAILED|SKIPPED) +\] [0-9]+ test' "$logs/$name.log" | tr -d '\n' | tr -s ' ' || true)
+  else
+    summary="$summary quantities within their limits, $(grep -cE '^FAIL' "$logs/$name.log" || true) not"
+  fi
+  printf '%-28s %-5s %4d s  %s\n' "$name" "$result" $((SECONDS - begin)) "$summary"
+}
+
+run() {
+  step kernels "$here/kernels_cuda_test" --gtest_brief=1
+  for fixture in tests/golden/fixtures/*/; do
+    step "golden_fp32_$(basename "$fixture")" "$here/golden_check" --device cuda "$fixture"
+  done
+  for fixture in tests/golden/fixtures/*/; do
+    step "golden_bf16_$(basename "$fixture")" "$here/golden_check" --device cuda --dtype bf16 "$fixture"
+  done
+  step invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
+}
+
+sanitize() {
+  # Large shapes and the loops over every M take the tools hours.
+  local small='-*154880*:*GemmRows*:*CudaStream*:*6144*:*LargeShapes*'
+  for tool in memcheck racecheck; do
+    step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$here/kernels_cuda_test" --gtest_brief=1 \
+      "--gtest_filter=${FILTER:-$small}"
+  done
+}
+
+here=$(cd "$(dirname "$0")" && pwd)
+case ${1:-} in
+  bundle) bundle "$2" ;;
+  run | sanitize)
+    logs=${LOGS:-$here/logs}
+    mkdir -p "$logs"
+    export LD_LIBRARY_PATH="$here/lib:${LD_LIBRARY_PATH:-}"
+    "$1"
+    exit $failed
+    ;;
+  *)
+    sed -n '2,8p' "$0"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,28 @@
+// The CUDA runtime as host code outside .cu files uses it: handles are void*, so that nothing here includes CUDA. Without
+// CUDA (runtime_none.cc) what can fail says Unimplemented and the rest is never reached.
+#pragma once
+
+#include <cstdint>
+
+#include "common/status.h"
+
+namespace slipstream::kernels::cuda {
+
+// Makes this device the calling thread's. NotFound: there is no such device.
+absl::Status select_device(int32_t index);
+
+// ResourceExhausted: no memory. Errors after start-up are fatal: the context is lost.
+absl::StatusOr<void*> allocate(int64_t bytes);
+absl::StatusOr<void*> allocate_pinned(int64_t bytes);  // host memory that the device copies from at full speed
+void release(void* device_memory);
+void release_pinned(void* memory);
+
+absl::StatusOr<void*> create_stream();  // a cudaStream_t
+void destroy_stream(void* stream);
+void synchronize(void* stream);
+
+// Enqueue: either side may be device or host memory; bytes of zero.
+void copy(void* to, const void* from, int64_t bytes, void* stream);
+void zero(void* to, int64_t bytes, void* stream);
+
+}  // namespace slipstream::kernels::cuda

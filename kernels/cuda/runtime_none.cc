@@ -1,0 +1,24 @@
+#include "kernels/cuda/runtime.h"
+
+#include "common/check.h"
+
+namespace slipstream::kernels::cuda {
+namespace {
+
+absl::Status none() { return absl::UnimplementedError("this build has no CUDA: configure it with the preset cuda"); }
+
+}  // namespace
+
+absl::Status select_device(int32_t) { return none(); }
+absl::StatusOr<void*> allocate(int64_t) { return none(); }
+absl::StatusOr<void*> allocate_pinned(int64_t) { return none(); }
+absl::StatusOr<void*> create_stream() { return none(); }
+// Nothing was ever handed out.
+void release(void*) { CHECK(false); }
+void release_pinned(void*) { CHECK(false); }
+void destroy_stream(void*) { CHECK(false); }
+void synchronize(void*) { CHECK(false); }
+void copy(void*, const void*, int64_t, void*) { CHECK(false); }
+void zero(void*, int64_t, void*) { CHECK(false); }
+
+}  // namespace slipstream::kernels::cuda

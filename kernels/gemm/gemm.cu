@@ -1,0 +1,38 @@
+#include "kernels/gemm/gemm.h"
+
+#include "kernels/cuda/products.cuh"
+#include "kernels/launch_cuda.h"
+
+namespace slipstream::kernels {
+
+void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_a, bool transpose_b, Stream& stream) {
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+  with_type(c, [&](auto result) {
+    using C = decltype(result);
+    if (a == DType::kBf16 && b == DType::kBf16) {
+      return tensor_product_as<C>(p, transpose_a, transpose_b, stream);
+    }
+    with_type(a, [&](auto left) {
+      using A = decltype(left);
+      if (b == DType::kF32) return scalar_product_as<A, float, C>(p, transpose_a, transpose_b, stream);
+      if constexpr (std::is_same_v<A, float>) scalar_product_as<A, bf16, C>(p, transpose_a, transpose_b, stream);
+    });
+  });
+  check_launch("product");
+}
+
+template <>
+void launch_cuda<Gemm>(const Gemm& args, Stream& stream) {
+  const bool batched = args.c.rank() == 3;
+  const int rows = batched ? 1 : 0;  // the dimension that counts rows
+  const Product p{.a = args.a.raw(), .b = args.b.raw(), .c = args.c.raw(), .bias = data_of<float>(args.bias),
+                  .m = args.c.size(rows), .n = args.c.size(rows + 1),
+                  .k = args.a.size(args.transpose_a ? rows : rows + 1), .lda = args.a.stride(rows),
+                  .ldb = args.b.stride(rows), .ldc = args.c.stride(rows), .batch = batched ? args.c.size(0) : 1,
+                  .stride_a = batched ? args.a.stride(0) : 0, .stride_b = batched ? args.b.stride(0) : 0,
+                  .stride_c = batched ? args.c.stride(0) : 0, .accumulate = args.accumulate,
+                  .fast_a = eights(args.a), .fast_b = eights(args.b)};
+  launch_product(p, args.a.dtype(), args.b.dtype(), args.c.dtype(), args.transpose_a, args.transpose_b, stream);
+}
+
+}  // namespace slipstream::kernels

@@ -1,0 +1,123 @@
+// Goal: on CUDA products of f32 factors have the bits of reference(), those of bf16 factors are near it; for every M from 1 to
+// 300 a row has the bits it has alone, for transposed, batched, accumulating and misaligned products.
+#include "kernels/gemm/gemm.h"
+
+#include <cstring>
+
+#include "kernels/testing/cuda_test.h"
+
+namespace slipstream::kernels {
+namespace {
+
+using testing::CudaPool;
+using testing::cuda_stream;
+using testing::expect_close;
+using testing::random_as;
+using testing::TensorPool;
+
+constexpr DType kF32 = DType::kF32, kBf16 = DType::kBf16;
+
+struct Case {
+  int64_t m, n, k;
+  bool transpose_a, transpose_b;
+  int64_t batch;  // 0: matrices
+  DType a, b, c;
+  bool accumulate, bias;
+};
+
+Tensor filled(TensorPool& host, DType dtype, int64_t batch, int64_t rows, int64_t columns) {
+  return batch == 0 ? random_as(host, dtype, {rows, columns}) : random_as(host, dtype, {batch, rows, columns});
+}
+
+class GemmCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<Case> {};
+
+TEST_P(GemmCudaTest, EqualsReference) {
+  const Case p = GetParam();
+  TensorPool host(1);
+  CudaPool device;
+  const Tensor a = p.transpose_a ? filled(host, p.a, p.batch, p.k, p.m) : filled(host, p.a, p.batch, p.m, p.k);
+  const Tensor b = p.transpose_b ? filled(host, p.b, p.batch, p.n, p.k) : filled(host, p.b, p.batch, p.k, p.n);
+  const Tensor c = filled(host, p.c, p.batch, p.m, p.n), bias = p.bias ? host.random(kF32, {p.n}) : Tensor();
+  const Gemm args{.a = device.copy(a, p.a), .b = device.copy(b, p.b), .c = device.copy(c, p.c), .bias = device.copy(bias),
+                  .transpose_a = p.transpose_a, .transpose_b = p.transpose_b, .accumulate = p.accumulate};
+  const Gemm expected{.a = a, .b = b, .c = c, .bias = bias, .transpose_a = p.transpose_a,
+                      .transpose_b = p.transpose_b, .accumulate = p.accumulate};
+  launch(args, cuda_stream());
+  reference(expected);
+  if (p.c == kF32 && (p.a == kF32 || p.b == kF32)) {
+    testing::expect_same_bits(testing::on_host(host, args.c), expected.c);
+  } else {
+    expect_close(args.c, expected.c, p.c == kF32 ? 2.0f : 1.0f);
+  }
+  device.expect_fences_intact();
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const auto& [m, n, k] : {std::tuple<int64_t, int64_t, int64_t>{1, 1, 1}, {3, 5, 7}, {33, 70, 40}, {64, 128, 64},
+                               {130, 136, 200}, {300, 96, 33}, {0, 8, 8}, {8, 8, 0}}) {
+    for (const bool transpose_a : {false, true}) {
+      for (const bool transpose_b : {false, true}) {
+        for (const DType a : {kF32, kBf16}) {
+          for (const DType b : {kF32, kBf16}) {
+            const bool odd = (m + k) % 2 == 1;
+            all.push_back({m, n, k, transpose_a, transpose_b, 0, a, b, odd ? kBf16 : kF32, transpose_a, !transpose_a});
+            all.push_back({m, n, k, transpose_a, transpose_b, 3, a, b, kF32, !transpose_a, false});
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Cases, GemmCudaTest, ::testing::ValuesIn(cases()));
+
+class GemmRowsCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<DType, DType>> {};
+
+TEST_P(GemmRowsCudaTest, RowIgnoresTheOthers) {
+  const auto [dtype_a, dtype_b] = GetParam();
+  TensorPool host(2);
+  CudaPool device;
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{256, 512}, {97, 131}}) {
+    const Tensor a = device.copy(random_as(host, dtype_a, {300, k}), dtype_a);
+    const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
+    const Tensor whole = device.output(kF32, {300, n}), part = device.output(kF32, {300, n});
+    launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
+    TensorPool kept(3);
+    const Tensor expected = testing::bits_on_host(kept, whole);
+    for (int64_t m = 1; m <= 300; ++m) {
+      // The last m rows, so that a row changes its place in the tile.
+      launch(Gemm{.a = a.slice(0, 300 - m, 300), .b = b, .c = part.slice(0, 0, m), .bias = {}, .transpose_b = true},
+             cuda_stream());
+      TensorPool scratch(4);
+      const Tensor got = testing::bits_on_host(scratch, part.slice(0, 0, m));
+      ASSERT_EQ(std::memcmp(got.f32(), expected.row(300 - m), static_cast<size_t>(got.bytes())), 0)
+          << "M = " << m << ", N = " << n;
+    }
+  }
+  device.expect_fences_intact();
+}
+
+// The shapes of a model: the large tile beside the small one.
+TEST_P(GemmRowsCudaTest, LargeAndSmallTilesAgree) {
+  const auto [dtype_a, dtype_b] = GetParam();
+  TensorPool host(5);
+  CudaPool device;
+  const int64_t m = 1500, n = 1536, k = 1024;
+  const Tensor a = device.copy(random_as(host, dtype_a, {m, k}), dtype_a);
+  const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
+  const Tensor whole = device.output(kBf16, {m, n});
+  launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {777, 800}, {1000, 1100}, {1499, 1500}}) {
+    const Tensor part = device.output(kBf16, {end - begin, n});
+    launch(Gemm{.a = a.slice(0, begin, end), .b = b, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
+    testing::expect_same_bits_on_device(part, whole.slice(0, begin, end));
+  }
+  device.expect_fences_intact();
+}
+
+INSTANTIATE_TEST_SUITE_P(DTypes, GemmRowsCudaTest,
+                         ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(kF32, kBf16)));
+
+}  // namespace
+}  // namespace slipstream::kernels

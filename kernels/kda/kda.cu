@@ -1,0 +1,137 @@
+#include "kernels/kda/kda.h"
+#include "kernels/kda/kda_backward.cuh"
+#include "kernels/launch_cuda.h"
+
+namespace slipstream::kernels {
+namespace {
+
+KdaStateView view_of(const KdaState& cache) {
+  if (cache.state.empty()) return {};
+  return {.state = cache.state.f32(),
+          .chunk_k = cache.chunk_k.f32(),
+          .chunk_g = cache.chunk_g.f32(),
+          .chunk_u = cache.chunk_u.f32(),
+          .state_slot = cache.state.stride(0),
+          .state_head = cache.state.stride(1),
+          .state_row = cache.state.stride(2),
+          .k_slot = cache.chunk_k.stride(0),
+          .k_row = cache.chunk_k.stride(1),
+          .k_head = cache.chunk_k.stride(2),
+          .g_slot = cache.chunk_g.stride(0),
+          .g_row = cache.chunk_g.stride(1),
+          .g_head = cache.chunk_g.stride(2),
+          .u_slot = cache.chunk_u.stride(0),
+          .u_row = cache.chunk_u.stride(1),
+          .u_head = cache.chunk_u.stride(2)};
+}
+
+// Slices of the state's columns, heads, sequences.
+dim3 grid_of(int64_t dv, int64_t heads, int64_t sequences) {
+  return dim3(static_cast<unsigned>(divide_up(dv, kWarp)), static_cast<unsigned>(heads),
+              static_cast<unsigned>(sequences));
+}
+
+template <class X>
+void forward(const Kda& args, Stream& stream) {
+  KdaView<X> view{.q = heads_of<X>(args.q),
+                  .k = heads_of<X>(args.k),
+                  .v = heads_of<X>(args.v),
+                  .o = heads_of<X>(args.o),
+                  .log_decay = heads_of<float>(args.log_decay),
+                  .r = heads_of<float>(args.r),
+                  .beta = rows_of<float>(args.beta),
+                  .batch = on_device(args.sequences),
+                  .cache = view_of(args.cache),
+                  .slots = data_of<int32_t>(args.slots),
+                  .span_states = data_of<float>(args.span_states),
+                  .span_stride = 0,
+                  .span_head = 0,
+                  .span_row = 0,
+                  .heads = static_cast<int>(args.q.size(1)),
+                  .dk = static_cast<int>(args.q.size(2)),
+                  .dv = static_cast<int>(args.v.size(2))};
+  if (!args.span_states.empty()) {
+    view.span_stride = args.span_states.stride(0);
+    view.span_head = args.span_states.stride(1);
+    view.span_row = args.span_states.stride(2);
+  }
+  allow_shared(kda_forward<X>, sizeof(KdaShared));
+  const dim3 grid = grid_of(view.dv, view.heads, args.sequences.count());
+  kda_forward<X><<<grid, kKdaThreads, sizeof(KdaShared), cuda_stream(stream)>>>(view);
+  if (args.slots.empty()) return;
+  kda_keep_rows<X><<<dim3(grid.y, grid.z), 128, 0, cuda_stream(stream)>>>(view);
+}
+
+template <class X>
+void backward(const KdaBackward& args, Stream& stream) {
+  const KdaBackwardView<X> view{.q = heads_of<X>(args.q),
+                                .k = heads_of<X>(args.k),
+                                .d_o = heads_of<X>(args.d_o),
+                                .dq = heads_of<X>(args.dq),
+                                .dk = heads_of<X>(args.dk),
+                                .dv_out = heads_of<X>(args.dv),
+                                .log_decay = heads_of<float>(args.log_decay),
+                                .r = heads_of<float>(args.r),
+                                .dlog_decay = heads_of<float>(args.dlog_decay),
+                                .beta = rows_of<float>(args.beta),
+                                .dbeta = rows_of<float>(args.dbeta),
+                                .batch = on_device(args.sequences),
+                                .span_states = args.span_states.f32(),
+                                .span_stride = args.span_states.stride(0),
+                                .span_head = args.span_states.stride(1),
+                                .span_row = args.span_states.stride(2),
+                                .heads = static_cast<int>(args.q.size(1)),
+                                .dk_width = static_cast<int>(args.q.size(2)),
+                                .dv_width = static_cast<int>(args.r.size(2))};
+  allow_shared(kda_backward<X>, sizeof(KdaBackwardShared));
+  const dim3 grid(static_cast<unsigned>(view.heads), static_cast<unsigned>(args.sequences.count()));
+  kda_backward<X><<<grid, kKdaThreads, sizeof(KdaBackwardShared), cuda_stream(stream)>>>(view);
+}
+
+template <class X>
+void recurrent(const KdaRecurrent& args, Stream& stream) {
+  const KdaRecurrentView<X> view{.q = heads_of<X>(args.q),
+                                 .k = heads_of<X>(args.k),
+                                 .v = heads_of<X>(args.v),
+                                 .o = heads_of<X>(args.o),
+                                 .log_decay = heads_of<float>(args.log_decay),
+                                 .beta = rows_of<float>(args.beta),
+                                 .batch = on_device(args.sequences),
+                                 .state = args.state.f32(),
+                                 .state_slot = args.state.stride(0),
+                                 .state_head = args.state.stride(1),
+                                 .state_row = args.state.stride(2),
+                                 .slots = args.slots.i32(),
+                                 .dk = static_cast<int>(args.q.size(2)),
+                                 .dv = static_cast<int>(args.v.size(2))};
+  const dim3 grid = grid_of(view.dv, args.q.size(1), args.sequences.count());
+  kda_recurrent<X><<<grid, kKdaThreads, 0, cuda_stream(stream)>>>(view);
+}
+
+// Nothing to launch: a sequence without rows changes only a recurrent state.
+bool nothing(const Tensor& q, const Sequences& sequences) { return q.size(1) == 0 || sequences.count() == 0; }
+
+}  // namespace
+
+template <>
+void launch_cuda<Kda>(const Kda& args, Stream& stream) {
+  if (nothing(args.q, args.sequences)) return;
+  with_type(args.q.dtype(), [&](auto x) { forward<decltype(x)>(args, stream); });
+  check_launch("kda");
+}
+
+template <>
+void launch_cuda<KdaBackward>(const KdaBackward& args, Stream& stream) {
+  if (nothing(args.q, args.sequences)) return;
+  with_type(args.q.dtype(), [&](auto x) { backward<decltype(x)>(args, stream); });
+  check_launch("kda_backward");
+}
+
+template <>
+void launch_cuda<KdaRecurrent>(const KdaRecurrent& args, Stream& stream) {
+  if (nothing(args.q, args.sequences)) return;
+  with_type(args.q.dtype(), [&](auto x) { recurrent<decltype(x)>(args, stream); });
+  check_launch("kda_recurrent");
+}
+
+}  // namespace slipstream::kernels

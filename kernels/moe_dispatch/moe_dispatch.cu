@@ -1,0 +1,195 @@
+#include "kernels/moe_dispatch/moe_dispatch.h"
+
+#include "kernels/cuda/device.cuh"
+#include "kernels/launch_cuda.h"
+
+namespace slipstream::kernels {
+namespace {
+
+// --- MoePlan: a counting sort in pieces of 256 entries, entry = token * k + slot --------------------------------------
+
+constexpr int kPiece = 256;
+
+__device__ int expert_of(Rows<const int32_t> experts, int64_t entry, int64_t slots, int64_t num_experts) {
+  const int32_t e = experts[entry / slots][entry % slots];
+  if (e < 0 || e >= num_experts) __trap();
+  return e;
+}
+
+// counts[piece, e]: entries of the piece with this expert. Integer additions: any order gives the same.
+__global__ void count_experts(Rows<const int32_t> experts, int64_t entries, int64_t slots, int64_t num_experts,
+                              int32_t* counts) {
+  extern __shared__ int32_t sums[];
+  for (int64_t e = threadIdx.x; e < num_experts; e += blockDim.x) sums[e] = 0;
+  __syncthreads();
+  const int64_t entry = int64_t{blockIdx.x} * kPiece + threadIdx.x;
+  if (entry < entries) atomicAdd(&sums[expert_of(experts, entry, slots, num_experts)], 1);
+  __syncthreads();
+  for (int64_t e = threadIdx.x; e < num_experts; e += blockDim.x) counts[blockIdx.x * num_experts + e] = sums[e];
+}
+
+// counts becomes the entries of the expert in earlier pieces; row_begin the experts' first rows. One block of 1024.
+__global__ void place_experts(int32_t* counts, int64_t pieces, int64_t num_experts, int32_t* row_begin) {
+  __shared__ int32_t totals[1024];
+  int32_t carried = 0;
+  for (int64_t base = 0; base < num_experts; base += blockDim.x) {
+    const int64_t e = base + threadIdx.x;
+    int32_t total = 0;
+    if (e < num_experts) {
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        int32_t& count = counts[piece * num_experts + e];
+        const int32_t before = total;
+        total += count;
+        count = before;
+      }
+    }
+    totals[threadIdx.x] = total;
+    __syncthreads();
+    for (unsigned distance = 1; distance < blockDim.x; distance *= 2) {
+      const int32_t other = threadIdx.x >= distance ? totals[threadIdx.x - distance] : 0;
+      __syncthreads();
+      totals[threadIdx.x] += other;
+      __syncthreads();
+    }
+    if (e < num_experts) row_begin[e] = carried + totals[threadIdx.x] - total;
+    carried += totals[blockDim.x - 1];
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) row_begin[num_experts] = carried;
+}
+
+__global__ void place_entries(Rows<const int32_t> experts, int64_t entries, int64_t slots, int64_t num_experts,
+                              const int32_t* before, const int32_t* row_begin, Rows<int32_t> slot_row,
+                              int32_t* row_token) {
+  __shared__ int32_t ids[kPiece];
+  const int64_t entry = int64_t{blockIdx.x} * kPiece + threadIdx.x;
+  const int32_t e = entry < entries ? expert_of(experts, entry, slots, num_experts) : -1;
+  ids[threadIdx.x] = e;
+  __syncthreads();
+  if (e < 0) return;
+  int32_t rank = 0;
+  for (unsigned i = 0; i < threadIdx.x; ++i) rank += ids[i] == e;
+  const int32_t row = row_begin[e] + before[blockIdx.x * num_experts + e] + rank;
+  slot_row[entry / slots][entry % slots] = row;
+  row_token[row] = static_cast<int32_t>(entry / slots);
+}
+
+// --- Rows to experts and back -----------------------------------------------------------------------------------------
+
+template <class X>
+__global__ void gather_rows(Rows<const X> x, const int32_t* row_token, Rows<X> rows, int64_t width, bool whole) {
+  const int64_t row = blockIdx.x;
+  const X* const from = x[row_token[row]];
+  for_fours(width, [&](int64_t i, int64_t count) { store_run(rows[row] + i, load_run(from + i, count, whole), count, whole); });
+}
+
+// y[t] += sum over slots, ascending, of weight * rows[slot_row[t, slot]]; without weights they are 1.
+template <class X>
+__global__ void combine_rows(Rows<const X> rows, Rows<const float> weights, Rows<const int32_t> slot_row, Rows<X> y,
+                             int64_t slots, int64_t width, bool whole) {
+  const int64_t t = blockIdx.x;
+  for_fours(width, [&](int64_t i, int64_t count) {
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const float w = weights.data == nullptr ? 1.0f : weights[t][slot];
+      const float4 v = load_run(rows[slot_row[t][slot]] + i, count, whole);
+      sum = {fmaf(w, v.x, sum.x), fmaf(w, v.y, sum.y), fmaf(w, v.z, sum.z), fmaf(w, v.w, sum.w)};
+    }
+    const float4 before = load_run(y[t] + i, count, whole);
+    store_run(y[t] + i, {before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w}, count, whole);
+  });
+}
+
+// One block a token and slot: dweight = dy · row, drow = weight dy; drows may be rows.
+template <class X>
+__global__ void combine_backward(Rows<const X> rows, Rows<const float> weights, Rows<const int32_t> slot_row,
+                                 Rows<const X> dys, Rows<X> drows, Rows<float> dweights, int64_t slots, int64_t width,
+                                 bool whole) {
+  const int64_t t = blockIdx.x / slots, slot = blockIdx.x % slots, row = slot_row[t][slot];
+  const X* const dy = dys[t];
+  const float w = weights[t][slot];
+  float dot = 0.0f;
+  for_fours(width, [&](int64_t i, int64_t count) {
+    const float4 d = load_run(dy + i, count, whole), v = load_run(rows[row] + i, count, whole);
+    dot = fmaf(d.w, v.w, fmaf(d.z, v.z, fmaf(d.y, v.y, fmaf(d.x, v.x, dot))));
+    store_run(drows[row] + i, {w * d.x, w * d.y, w * d.z, w * d.w}, count, whole);
+  });
+  dot = block_sum(dot);
+  if (threadIdx.x == 0) dweights[t][slot] = dot;
+}
+
+}  // namespace
+
+template <>
+void launch_cuda<MoePlan>(const MoePlan& args, Stream& stream) {
+  const int64_t slots = args.experts.size(1), entries = args.experts.size(0) * slots;
+  const int64_t num_experts = args.row_begin.size(0) - 1, pieces = divide_up(entries, kPiece);
+  if (entries == 0) return stream.zero(args.row_begin);
+  const ArenaScope scope(stream.workspace());
+  int32_t* const counts = stream.workspace().alloc(DType::kI32, {pieces, num_experts}).i32();
+  const Rows<const int32_t> experts = rows_of<const int32_t>(args.experts);
+  const unsigned grid = static_cast<unsigned>(pieces);
+  const cudaStream_t queue = cuda_stream(stream);
+  count_experts<<<grid, kPiece, static_cast<size_t>(num_experts) * sizeof(int32_t), queue>>>(experts, entries, slots,
+                                                                                          num_experts, counts);
+  place_experts<<<1, 1024, 0, queue>>>(counts, pieces, num_experts, args.row_begin.i32());
+  place_entries<<<grid, kPiece, 0, queue>>>(experts, entries, slots, num_experts, counts, args.row_begin.i32(),
+                                            rows_of<int32_t>(args.slot_row), args.row_token.i32());
+  check_launch("moe_plan");
+}
+
+template <>
+void launch_cuda<MoeGather>(const MoeGather& args, Stream& stream) {
+  const int64_t rows = args.rows.size(0), width = args.x.size(1);
+  if (rows == 0) return;
+  const bool whole = fours(args.x) && fours(args.rows);
+  with_type(args.x.dtype(), [&](auto x) {
+    using X = decltype(x);
+    gather_rows<X><<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
+        rows_of<const X>(args.x), args.row_token.i32(), rows_of<X>(args.rows), width, whole);
+  });
+  check_launch("moe_gather");
+}
+
+namespace {
+
+void combine(const Tensor& rows, const Tensor& weights, const Tensor& slot_row, const Tensor& y, Stream& stream) {
+  const int64_t tokens = y.size(0), width = y.size(1);
+  if (tokens == 0) return;
+  const bool whole = fours(rows) && fours(y);
+  with_type(y.dtype(), [&](auto x) {
+    using X = decltype(x);
+    combine_rows<X><<<static_cast<unsigned>(tokens), row_threads(width), 0, cuda_stream(stream)>>>(
+        rows_of<const X>(rows), rows_of<const float>(weights), rows_of<const int32_t>(slot_row), rows_of<X>(y),
+        slot_row.size(1), width, whole);
+  });
+  check_launch("moe_combine");
+}
+
+}  // namespace
+
+template <>
+void launch_cuda<MoeCombine>(const MoeCombine& args, Stream& stream) {
+  combine(args.rows, args.weights, args.slot_row, args.y, stream);
+}
+
+template <>
+void launch_cuda<MoeGatherBackward>(const MoeGatherBackward& args, Stream& stream) {
+  combine(args.drows, Tensor(), args.slot_row, args.dx, stream);
+}
+
+template <>
+void launch_cuda<MoeCombineBackward>(const MoeCombineBackward& args, Stream& stream) {
+  const int64_t tokens = args.dy.size(0), slots = args.slot_row.size(1), width = args.dy.size(1);
+  if (tokens * slots == 0) return;
+  const bool whole = fours(args.rows) && fours(args.dy) && fours(args.drows);
+  with_type(args.dy.dtype(), [&](auto x) {
+    using X = decltype(x);
+    combine_backward<X><<<static_cast<unsigned>(tokens * slots), row_threads(width), 0, cuda_stream(stream)>>>(
+        rows_of<const X>(args.rows), rows_of<const float>(args.weights), rows_of<const int32_t>(args.slot_row),
+        rows_of<const X>(args.dy), rows_of<X>(args.drows), rows_of<float>(args.dweights), slots, width, whole);
+  });
+  check_launch("moe_combine_backward");
+}
+
+}  // namespace slipstream::kernels

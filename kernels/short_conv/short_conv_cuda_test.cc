@@ -1,0 +1,80 @@
+// Goal: on CUDA launch() is reference() within tolerance, forward and backward; a sequence cut into calls gives the bits of
+// the whole.
+#include "kernels/short_conv/short_conv.h"
+
+#include "kernels/testing/batches.h"
+#include "kernels/testing/cuda_test.h"
+
+namespace slipstream::kernels {
+namespace {
+
+using testing::CudaPool;
+using testing::cuda_stream;
+using testing::expect_close;
+using testing::random_as;
+using testing::TensorPool;
+
+constexpr DType kF32 = DType::kF32, kBf16 = DType::kBf16;
+
+class ShortConvCudaTest : public testing::CudaTest,
+                          public ::testing::WithParamInterface<std::tuple<DType, int64_t, int64_t>> {};
+
+TEST_P(ShortConvCudaTest, EqualsReference) {
+  const auto [dtype, channels, taps] = GetParam();
+  TensorPool host(1);
+  CudaPool device;
+  const Sequences sequences = testing::sequences_of(host, {1, 0, 7, 64, 2});
+  const int64_t rows = sequences.rows();
+  const Tensor x = random_as(host, dtype, {rows, channels}), w = host.random(kF32, {channels, taps});
+  const ShortConv args{.x = device.copy(x, dtype), .w = device.copy(w), .sequences = device.copy(sequences), .tail = {},
+                       .slots = {}, .y = device.output(dtype, {rows, channels})};
+  const ShortConv expected{.x = x, .w = w, .sequences = sequences, .tail = {}, .slots = {},
+                           .y = host.output(kF32, {rows, channels})};
+  launch(args, cuda_stream());
+  reference(expected);
+  expect_close(args.y, expected.y);
+
+  const Tensor dy = random_as(host, dtype, {rows, channels});
+  const ShortConvBackward backward{.x = args.x, .w = args.w, .sequences = args.sequences, .dy = device.copy(dy, dtype),
+                                   .dx = device.output(dtype, {rows, channels}),
+                                   .dw = device.zeros(kF32, {channels, taps})};
+  const ShortConvBackward expected_backward{.x = x, .w = w, .sequences = sequences, .dy = dy,
+                                            .dx = host.output(kF32, {rows, channels}),
+                                            .dw = host.zeros(kF32, {channels, taps})};
+  launch(backward, cuda_stream());
+  reference(expected_backward);
+  expect_close(backward.dx, expected_backward.dx);
+  expect_close(backward.dw, expected_backward.dw);
+  device.expect_fences_intact();
+}
+
+TEST_P(ShortConvCudaTest, PiecesAreTheWhole) {
+  const auto [dtype, channels, taps] = GetParam();
+  TensorPool host(2);
+  CudaPool device;
+  const int64_t length = 40;
+  const Tensor x = device.copy(random_as(host, dtype, {length, channels}), dtype);
+  const Tensor w = device.copy(host.random(kF32, {channels, taps})), slots = device.copy(host.ints({1}, {2}));
+  const Tensor whole = device.output(dtype, {length, channels}), pieces = device.output(dtype, {length, channels});
+  const Tensor tail = device.output(kF32, {3, taps - 1, channels});
+  launch(ShortConv{.x = x, .w = w, .sequences = device.copy(testing::sequences_of(host, {40})), .tail = {}, .slots = {},
+                   .y = whole},
+         cuda_stream());
+  int32_t begin = 0;
+  for (const int32_t count : {1, 1, 5, 2, 30, 1}) {
+    launch(ShortConv{.x = x.slice(0, begin, begin + count), .w = w,
+                     .sequences = device.copy(testing::sequences_of(host, {count}, {begin})), .tail = tail, .slots = slots,
+                     .y = pieces.slice(0, begin, begin + count)},
+           cuda_stream());
+    begin += count;
+  }
+  testing::expect_same_bits_on_device(pieces, whole);
+  device.expect_fences_intact();
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, ShortConvCudaTest,
+                         ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(1, 30, 400),
+                                            ::testing::Values(1, 2, 4)));
+
+}  // namespace
+}  // namespace slipstream::kernels
