@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The CUDA forms on a machine that has the device but no compiler of ours: build a bundle here, carry it there, run it there.
 #   bench/gpu.sh bundle DIR     builds with the preset cuda; DIR receives the binaries and the shared libraries they need
-#   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16; one table,
-#                               logs in DIR/logs or $LOGS
+#   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16, short jobs;
+#                               one table, logs in DIR/logs or $LOGS
+#   DIR/gpu.sh jobs             there: the quickstart, and the same with 150 M parameters, with reward and tokens/s
 #   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
 # Exits 1 when anything failed.
 set -euo pipefail
 
-binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check"
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env"
 
 bundle() {
   local root dir=$1 build=${BUILD:-build/cuda}
@@ -56,6 +57,35 @@ run() {
     step "golden_bf16_$(basename "$fixture")" "$here/golden_check" --device cuda --dtype bf16 "$fixture"
   done
   step invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
+  step cuda_job tests/job/cuda_job.sh "$here/slipstream" "$here/arithmetic_env"
+}
+
+# job NAME SETTING...: the quickstart's recipe on the GPU with these settings.
+job() {
+  local name=$1 set settings=()
+  shift
+  for set in "$@"; do settings+=(--set "$set"); done
+  "$here/slipstream" run -c configs/quickstart.yaml --set device=cuda --set model.dtype=bf16 --set "run.dir=$logs" --set "run.id=$name" \
+    --set "environments=[{name: arithmetic, command: [$here/arithmetic_env, --address, \"{address}\"], tasks: [{name: add_small}]}]" \
+    --set "model.path=$logs/models/$name" "${settings[@]}"
+  python3 - "$logs/$name/metrics.jsonl" <<'P'
+import json, sys
+rows = [row for row in map(json.loads, open(sys.argv[1])) if row["phase"] == "rl"]
+mean = lambda key, part: sum(row[key] for row in part) / len(part)
+seconds = rows[-1]["wall_seconds"] - rows[0]["wall_seconds"]
+trained = sum(row["trained_tokens"] for row in rows[1:])
+print(f"ok reward {mean('reward_mean', rows[:10]):.3f} -> {mean('reward_mean', rows[-10:]):.3f} in {len(rows)} steps, {seconds:.0f} s;"
+      f" generated {(rows[-1]['generated_tokens'] - rows[0]['generated_tokens']) / seconds:.0f}, trained {trained / seconds:.0f} tokens/s;"
+      f" busy training {sum(row['train_seconds'] for row in rows[1:]) / seconds:.0%};"
+      f" largest mismatch {max(row['mismatch_abs_max'] or 0 for row in rows)}")
+P
+}
+
+jobs() {
+  step job_quickstart job quickstart
+  step job_150m job flash-150m 'model.init={config: flash-150m, seed: 1}' learner.steps=60 learner.warmup.learning_rate=3e-4 \
+    learner.optimizer.learning_rate=5e-5
+  grep -h '^ok reward' "$logs"/job_*.log
 }
 
 sanitize() {
@@ -70,7 +100,7 @@ sanitize() {
 here=$(cd "$(dirname "$0")" && pwd)
 case ${1:-} in
   bundle) bundle "$2" ;;
-  run | sanitize)
+  run | jobs | sanitize)
     logs=${LOGS:-$here/logs}
     mkdir -p "$logs"
     export LD_LIBRARY_PATH="$here/lib:${LD_LIBRARY_PATH:-}"
@@ -78,7 +108,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,8p' "$0"
+    sed -n '2,10p' "$0"
     exit 2
     ;;
 esac

@@ -92,11 +92,11 @@ absl::Status run(const Flags& flags) {
   RETURN_IF_ERROR(model::save_weights(fresh, model, {}));
   const v1::Batch message = make_batch(config.vocab);
   for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBf16}) {
-    ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(model, dtype, *stream));
+    ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(model, dtype, *stream, *stream));
     TrainerOptions options;
     options.loss.objective = "cispo";  // every token has a gradient, whatever its ratio
     options.micro_batch_tokens = flags.micro_batch_tokens;
-    ASSIGN_OR_RETURN(const auto trainer, Trainer::create(weights, options, parallel::self_group(), *stream));
+    ASSIGN_OR_RETURN(const auto trainer, Trainer::create(weights, options, parallel::self_group(), *stream, *stream));
     const TrainingBatch batch = make_training_batch(message,
                                                     {.vocab = config.vocab,
                                                      .max_positions = config.max_positions,

@@ -87,7 +87,7 @@ absl::StatusOr<std::unique_ptr<ChildProcess>> ChildProcess::start(Options option
   if (options.command.empty() || find_program(options.command[0]).empty()) {
     return absl::NotFoundError(absl::StrCat(options.name, ": command: \"",
                                             options.command.empty() ? "" : options.command[0],
-                                            "\" cannot be run, expected a program"));
+                                            "\": no such program"));
   }
   std::unique_ptr<ChildProcess> child(new ChildProcess(std::move(options), std::move(log)));
   child->thread_ = std::jthread([self = child.get()](std::stop_token stop) { self->supervise(stop); });

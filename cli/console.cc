@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -46,7 +47,9 @@ std::string describe(const learner::StepReport& report) {
   return absl::StrCat(out, "  ", clock(report.wall_seconds));
 }
 
-Console::Console(std::FILE* out) : out_(out), terminal_(isatty(fileno(out)) != 0) {}
+// mpirun gives its ranks a terminal and prints what they write there wherever it likes.
+Console::Console(std::FILE* out)
+    : out_(out), terminal_(isatty(fileno(out)) != 0 && std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) {}
 
 void Console::step(const learner::StepReport& report) {
   std::fprintf(out_, "%s%s\n", terminal_ ? "\r\033[K" : "", describe(report).c_str());

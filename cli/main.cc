@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "common/log.h"
 
 int main(int argc, char** argv) {
   using slipstream::cli::Run;
@@ -51,7 +52,7 @@ int main(int argc, char** argv) {
     if (!sub->parsed()) continue;
     const absl::Status status = run();
     if (status.ok()) return 0;
-    std::fprintf(stderr, "slipstream %s: %s\n", sub->get_name().c_str(), std::string(status.message()).c_str());
+    std::fprintf(stderr, "slipstream %s: %s\n", sub->get_name().c_str(), slipstream::one_line({status.message().data(), status.message().size()}).c_str());
     return absl::IsCancelled(status) ? 130 : 1;  // 130: a signal asked for the end, and the work is not done
   }
   return 2;

@@ -21,14 +21,14 @@ struct Flags {
 absl::Status report(const Flags& flags) {
   const std::string path =
       flags.out.empty() ? (std::filesystem::path(flags.run) / "report.html").string() : flags.out;
-  ASSIGN_OR_RETURN(const size_t steps, write_report(flags.run, path));
-  std::printf("%s: %zu steps\n", path.c_str(), steps);
+  ASSIGN_OR_RETURN(const ReportSummary summary, write_report(flags.run, path));
+  std::printf("%s: %zu steps\n", path.c_str(), summary.steps);
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<size_t> write_report(const std::string& run_directory, const std::string& path) {
+absl::StatusOr<ReportSummary> write_report(const std::string& run_directory, const std::string& path) {
   ASSIGN_OR_RETURN(const RunData run, load_run(run_directory));
   const std::string temporary = path + ".tmp";  // nobody sees half a page
   std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
@@ -37,7 +37,7 @@ absl::StatusOr<size_t> write_report(const std::string& run_directory, const std:
   std::error_code error;
   if (file) std::filesystem::rename(temporary, path, error);
   if (!file || error) return absl::PermissionDeniedError(absl::StrCat(path, ": cannot be written"));
-  return run.steps.size();
+  return ReportSummary{run.steps.size(), reward_change(run)};
 }
 
 Run add_report(CLI::App& app) {

@@ -3,12 +3,18 @@
 
 #include <string>
 
+#include "cli/report_advice.h"
 #include "common/status.h"
 
 namespace slipstream::cli {
 
-// Writes one self-contained HTML file about the run and returns how many steps it shows. NotFound: the
-// directory, named. PermissionDenied: the page cannot be written.
-absl::StatusOr<size_t> write_report(const std::string& run_directory, const std::string& path);
+struct ReportSummary {
+  size_t steps = 0;  // on the page
+  RewardChange reward;
+};
+
+// Writes one self-contained HTML file about the run. NotFound: the directory, named. PermissionDenied: the page
+// cannot be written.
+absl::StatusOr<ReportSummary> write_report(const std::string& run_directory, const std::string& path);
 
 }  // namespace slipstream::cli

@@ -159,8 +159,8 @@ size_t tail_begin(const RunData& run) {
 RewardChange reward_change(const RunData& run) {
   const Column reward = run.column("reward_mean");
   const size_t end = run.steps.size(), rl = first_rl_step(run);
-  return {.before = mean_of(reward, rl, rl + std::max<size_t>(5, (end - rl) / 10)),
-          .now = mean_of(reward, tail_begin(run), end)};
+  const size_t count = std::min<size_t>(kRewardSteps, end - rl);
+  return {.before = mean_of(reward, rl, rl + count), .now = mean_of(reward, end - count, end)};
 }
 
 WaitShares wait_shares(const RunData& run, size_t begin, size_t end) {

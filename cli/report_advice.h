@@ -25,7 +25,8 @@ Column step_seconds(const RunData& run);
 size_t first_rl_step(const RunData& run);
 // Steps [tail_begin, end) are what "now" means: the last tenth of the RL phase, at least five steps.
 size_t tail_begin(const RunData& run);
-// Mean rewards of the first tenth of the RL phase (at least five steps) and of now.
+// Mean rewards of the first and the last steps of the RL phase.
+constexpr int kRewardSteps = 10;
 struct RewardChange {
   double before, now;
 };

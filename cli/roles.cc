@@ -30,7 +30,7 @@ absl::Status check_flags(const RoleFlags& flags) {
   };
   if (flags.metrics_address) RETURN_IF_ERROR(refuse("--metrics-address", address_problem(*flags.metrics_address, 0)));
   if (flags.address) RETURN_IF_ERROR(refuse("--address", address_problem(*flags.address, 0)));
-  if (flags.worker_id) RETURN_IF_ERROR(refuse("--worker-id", name_problem(*flags.worker_id)));
+  if (flags.worker_id) RETURN_IF_ERROR(refuse("--worker-id", file_name_problem(*flags.worker_id)));
   return absl::OkStatus();
 }
 
@@ -45,7 +45,6 @@ absl::StatusOr<Job> read_role(const RoleFlags& flags) {
 absl::Status run_gateway(const RoleFlags& flags) {
   SignalStop signals;
   ASSIGN_OR_RETURN(Job job, read_role(flags));
-  RETURN_IF_ERROR(write_resolved_config(job));
   ASSIGN_OR_RETURN(const Logger log, open_log(job, "gateway"));
   Metrics metrics;
   RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.gateway_metrics_address), log));
@@ -53,6 +52,7 @@ absl::Status run_gateway(const RoleFlags& flags) {
   ASSIGN_OR_RETURN(const Environments environments, start_environments(job, log, fail));
   ASSIGN_OR_RETURN(const std::unique_ptr<gateway::Gateway> gateway,
                    gateway::Gateway::start(job.gateway, metrics, log, {.on_failure = fail}));
+  RETURN_IF_ERROR(write_resolved_config(job));
   std::printf("gateway at %s, learners at %s\n", gateway->address().c_str(), gateway->learner_endpoint().c_str());
   std::fflush(stdout);
   const absl::Status status = signals.wait();
@@ -99,7 +99,9 @@ absl::Status run_learner(const RoleFlags& flags) {
     ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
                      learner::Learner::create(job.learner, job.shared, group, metrics, log));
     if (root) std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());
-    return train(*learner, job, root, signals.token(), log, nullptr);
+    const int64_t before = learner->step();
+    RETURN_IF_ERROR(train(*learner, job, root, signals.token(), log));
+    return root && learner->finished() ? conclude(job, learner->step() - before) : absl::OkStatus();
   }();
   if (!status.ok() && !absl::IsCancelled(status) && world != nullptr) {
     std::fprintf(stderr, "slipstream learner: rank %d: %s\n", group.rank(), std::string(status.message()).c_str());

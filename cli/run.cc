@@ -1,12 +1,9 @@
 // slipstream run: gateway, one rollout worker and the learner in one process, joined by the same sockets as apart.
-#include <algorithm>
 #include <cstdio>
-#include <vector>
 
 #include "cli/commands.h"
 #include "cli/environments.h"
 #include "cli/job_file.h"
-#include "cli/report.h"
 #include "cli/signals.h"
 #include "cli/training.h"
 #include "common/status.h"
@@ -16,29 +13,10 @@
 namespace slipstream::cli {
 namespace {
 
-double mean(const double* begin, size_t count) {
-  double sum = 0.0;
-  for (size_t i = 0; i < count; ++i) sum += begin[i];
-  return sum / static_cast<double>(count);
-}
-
-// What a user wants to know first. `rewards`: of each RL step that this start of the run took.
-void print_summary(int64_t steps, const std::vector<double>& rewards, const std::string& report) {
-  if (steps == 0) {
-    std::printf("nothing was left to do: the run had ended before. For another one: --set run.id=NAME\n");
-  } else if (!rewards.empty()) {
-    const size_t count = std::min<size_t>(10, rewards.size());
-    std::printf("mean reward %.3f -> %.3f (first and last %zu steps of RL)\n", mean(rewards.data(), count),
-                mean(rewards.data() + rewards.size() - count, count), count);
-  }
-  std::printf("report: %s\n", report.c_str());
-}
-
 absl::Status run(const JobFlags& flags) {
   SignalStop signals;
   ASSIGN_OR_RETURN(Job job, read_job(flags));
   RETURN_IF_ERROR(prepare_run(job));
-  RETURN_IF_ERROR(write_resolved_config(job));
   ASSIGN_OR_RETURN(const Logger gateway_log, open_log(job, "gateway"));
   ASSIGN_OR_RETURN(const Logger rollout_log, open_log(job, "rollout"));
   ASSIGN_OR_RETURN(const Logger learner_log, open_log(job, "learner"));
@@ -56,20 +34,15 @@ absl::Status run(const JobFlags& flags) {
   job.rollout.learner_address = learner->weights_address();
   ASSIGN_OR_RETURN(const std::unique_ptr<rollout::Worker> worker, rollout::Worker::start(job.rollout, metrics, rollout_log, fail));
 
-  const std::string directory = job.shared.run_directory();
   std::printf("run %s: model %s, everything below %s/\n", job.shared.run_id.c_str(), job.learner.model.path.c_str(),
-              directory.c_str());
-  std::vector<double> rewards;
+              job.shared.run_directory().c_str());
   const int64_t before = learner->step();
-  const absl::Status status = train(*learner, job, true, signals.token(), learner_log, &rewards);
+  const absl::Status status = train(*learner, job, true, signals.token(), learner_log);
+  gateway->stop();  // first: what it cancels is not lost by a worker that drains
   worker->drain(absl::Now() + absl::Milliseconds(500));
-  gateway->stop();
   if (absl::IsCancelled(status)) RETURN_IF_ERROR(signals.failure());
   RETURN_IF_ERROR(status);
-  const std::string page = directory + "/report.html";
-  RETURN_IF_ERROR(write_report(directory, page).status());
-  print_summary(learner->step() - before, rewards, page);
-  return absl::OkStatus();
+  return conclude(job, learner->step() - before);
 }
 
 }  // namespace

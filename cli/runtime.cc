@@ -5,27 +5,20 @@
 namespace slipstream::cli {
 namespace {
 constexpr int64_t kArenaBytes = int64_t{1} << 37;  // address space, touched as needed; ThreadSanitizer has no more
-constexpr int64_t kCudaArenaBytes = int64_t{1} << 33;  // device memory
 }
 
 absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
   ASSIGN_OR_RETURN(const kernels::DType dtype, parse_dtype(flags.dtype));
-  const bool cuda = flags.device == "cuda";
-  if (!cuda && flags.device != "cpu") {
-    return absl::InvalidArgumentError(absl::StrCat("--device: ", flags.device, ", expected cpu or cuda"));
-  }
-  std::unique_ptr<kernels::Stream> device_stream;
-  if (cuda) {  // before the weights are read
-    ASSIGN_OR_RETURN(device_stream, kernels::Stream::create_cuda(0));
-  }
-  ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(flags.threads));
-  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *stream));
+  const absl::StatusOr<kernels::Device> device = kernels::parse_device(flags.device);
+  if (!device.ok()) return absl::InvalidArgumentError(absl::StrCat("--device: ", device.status().message()));
+  ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create(*device, flags.threads));
+  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> host, kernels::Stream::create_cpu(flags.threads));
+  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *host));
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
-  if (cuda) {
-    ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *device_stream));
-    stream = std::move(device_stream);
+  if (stream->on_cuda()) {
+    ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream));
   }
-  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(stream->device(), cuda ? kCudaArenaBytes : kArenaBytes));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(*device, kArenaBytes));
   return Runtime{std::move(stream), std::move(loaded), std::move(model), std::move(arena)};
 }
 

@@ -16,7 +16,7 @@ namespace slipstream::cli {
 struct RuntimeFlags {
   std::string model;
   std::string dtype = "fp32";
-  std::string device = "cpu";  // or cuda: the first one
+  std::string device = "cpu";  // kernels::parse_device
   int threads = 2;
 };
 
@@ -27,9 +27,9 @@ struct Runtime {
   kernels::Arena arena;
 
   static absl::StatusOr<Runtime> open(const RuntimeFlags& flags);
-  // One pass over `prepared`. On CUDA activations have the dtype of the weights.
+  // One pass over `prepared`.
   model::Step step(const model::PreparedBatch& prepared, model::WeightPanels* panels = nullptr) {
-    return {*stream, arena, prepared, panels, stream->on_cuda() ? loaded.store.dtype() : kernels::DType::kF32};
+    return {*stream, arena, prepared, panels, model::activation_dtype(*stream, loaded.store.dtype())};
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -44,6 +45,14 @@ std::string name_problem(std::string_view name) {
     return absl::StrCat(name.size(), " bytes, expected 1 to ", kNameBytesMax);
   }
   return is_printable(name) ? "" : absl::StrCat(quoted(name), ", expected printable ASCII");
+}
+
+std::string file_name_problem(std::string_view name) {
+  if (const std::string problem = name_problem(name); !problem.empty()) return problem;
+  const bool plain = std::all_of(name.begin(), name.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+  });
+  return plain && name[0] != '.' ? "" : absl::StrCat(quoted(name), ", expected letters, digits, '-', '_' and '.', not first");
 }
 
 }  // namespace slipstream

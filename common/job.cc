@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "absl/strings/ascii.h"
 #include "common/address.h"
 
 namespace slipstream {
@@ -11,12 +10,7 @@ JobConfig JobConfig::from(ConfigNode root) {
   JobConfig job;
   ConfigNode run = root.child("run");
   run.read("id", &job.run_id);
-  const bool plain = std::all_of(job.run_id.begin(), job.run_id.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
-  });
-  if (!plain || job.run_id.empty() || job.run_id[0] == '.') {
-    run.fail("id", absl::StrCat("\"", job.run_id, "\", expected letters, digits, '-', '_' and '.', not first"));
-  }
+  if (const std::string problem = file_name_problem(job.run_id); !problem.empty()) run.fail("id", problem);
   run.read("dir", &job.run_parent);
   run.read("seed", &job.seed);
   ConfigNode rl = root.child("rl");

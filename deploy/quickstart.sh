@@ -17,6 +17,7 @@ run=quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)
 cat <<END
 
 What to try next:
+  $slipstream run -c runs/$run/config.yaml --set learner.steps=500     the same run goes on
   xdg-open runs/$run/report.html                     the page about this run (any browser; it needs no network)
   $slipstream run -c configs/quickstart.yaml --set run.id=sync --set rl.max_staleness=0     the same, synchronously
   $slipstream run -c configs/tools.yaml              multi-turn: the model learns to call a calculator

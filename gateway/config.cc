@@ -24,9 +24,12 @@ TaskConfig read_task(ConfigNode node) {
 
 EnvironmentConfig read_environment(ConfigNode node) {
   EnvironmentConfig out;
-  node.read_name("name", &out.name);
-  if (out.name.empty()) node.fail("name", "missing, expected a name");
-  if (out.name.find('/') != std::string::npos) node.fail("name", "\"" + out.name + "\", expected no '/': its log is named after it");
+  node.read("name", &out.name);
+  if (out.name.empty()) {
+    node.fail("name", "missing, expected a name");
+  } else if (const std::string problem = file_name_problem(out.name); !problem.empty()) {
+    node.fail("name", problem);
+  }
   node.read_address("address", &out.address, 1);
   node.read("command", &out.command);
   if (out.address.empty() && out.command.empty()) node.fail("address", "missing, expected host:port, or a command to start");
@@ -39,7 +42,11 @@ EnvironmentConfig read_environment(ConfigNode node) {
   node.read("max_concurrent", &out.max_concurrent, 1);
   node.read("quarantine_after", &out.quarantine_after, 1);
   node.read("quarantine_ms", &out.quarantine_ms, 1);
-  for (ConfigNode& item : node.list("tasks")) out.tasks.push_back(read_task(item));
+  std::set<std::string> names;
+  for (ConfigNode& item : node.list("tasks")) {
+    out.tasks.push_back(read_task(item));
+    if (!names.insert(out.tasks.back().name).second) item.fail("name", absl::StrCat(out.tasks.back().name, ": named twice"));
+  }
   return out;
 }
 

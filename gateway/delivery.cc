@@ -10,6 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "common/throttle.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 
@@ -51,6 +52,7 @@ struct Answer {
 struct Outbox {
   Outbox() : event(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
   ~Outbox() { ::close(event); }
+  Throttle refusals{absl::Seconds(10)};
   Outbox(const Outbox&) = delete;
   Outbox& operator=(const Outbox&) = delete;
 
@@ -206,7 +208,7 @@ void Delivery::Impl::handle(const std::string& identity, const v1::LearnerMessag
   // Cancelled: somebody else got, or will get, the answer.
   const auto answer = [out = outbox, identity, log = logger](const absl::Status& status) {
     if (status.code() == absl::StatusCode::kCancelled) return;
-    log->warn("learner refused: {}", std::string(status.message()));
+    if (const auto more = out->refusals.pass()) log->warn("learner refused: {}{}", std::string(status.message()), *more);
     out->push({identity, -1, {refused(status)}});
   };
   switch (message.message_case()) {

@@ -1,13 +1,13 @@
 #include "gateway/driving_sessions.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "absl/time/clock.h"
 #include "common/address.h"
-#include "gateway/messages.h"
 #include "common/pause.h"
+#include "gateway/groups.h"
+#include "gateway/messages.h"
 #include "gateway/record.h"
 #include "proto/words.h"
 
@@ -32,12 +32,12 @@ absl::Status validate(const v1::FinishRequest& request) {
     if (rpc::is_failure(failure)) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat("failure: ", failure, ", expected ENV_CRASH, TIMEOUT or ABORTED"));
   }
-  if (!std::isfinite(request.reward())) {
-    return absl::InvalidArgumentError(absl::StrCat("reward: ", request.reward(), ", expected a finite number"));
+  if (!is_reward(request.reward())) {
+    return absl::InvalidArgumentError(absl::StrCat("reward: ", request.reward(), ", expected a number within +-1e9"));
   }
   for (const auto& [name, value] : request.reward_parts()) {
-    if (!std::isfinite(value)) {
-      return absl::InvalidArgumentError(absl::StrCat("reward_parts[\"", name, "\"]: ", value, ", expected a finite number"));
+    if (!is_reward(value)) {
+      return absl::InvalidArgumentError(absl::StrCat("reward_parts[\"", name, "\"]: ", value, ", expected a number within +-1e9"));
     }
   }
   return absl::OkStatus();

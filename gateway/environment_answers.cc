@@ -1,9 +1,9 @@
 #include "gateway/environment_answers.h"
 
-#include <cmath>
 #include <set>
 
 #include "common/address.h"
+#include "gateway/groups.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::gateway {
@@ -105,12 +105,12 @@ absl::Status validate(const v1::ResetResponse& response, bool want_solution, int
 absl::Status validate(const v1::StepResponse& response, bool want_solution, int64_t bytes_max) {
   if (response.messages_size() == 0 && !response.done()) return refuse("messages", "empty although done is false");
   RETURN_IF_ERROR(validate_messages(response.messages(), bytes_max));
-  if (!std::isfinite(response.reward())) return refuse("reward", response.reward(), ", expected a finite number");
+  if (!is_reward(response.reward())) return refuse("reward", response.reward(), ", expected a number within +-1e9");
   if (response.reward_parts_size() > kRewardPartsMax) {
     return refuse("reward_parts", response.reward_parts_size(), " parts, expected at most ", kRewardPartsMax);
   }
   for (const auto& [name, value] : response.reward_parts()) {
-    if (!std::isfinite(value)) return refuse("reward_parts[\"" + name + "\"]", value, ", expected a finite number");
+    if (!is_reward(value)) return refuse("reward_parts[\"" + name + "\"]", value, ", expected a number within +-1e9");
   }
   if (want_solution && !response.done()) {
     if (!response.has_solution()) return refuse("solution", "missing, expected the right assistant message");

@@ -3,6 +3,7 @@
 #include <grpcpp/impl/service_type.h>
 
 #include <map>
+#include <system_error>
 #include <utility>
 
 #include "absl/time/clock.h"
@@ -37,7 +38,7 @@ struct Gateway::Parts {
 
   absl::Status open_format();
   absl::Status serve();
-  void start_environments(const GatewayWatch& watch);
+  absl::Status start_environments(const GatewayWatch& watch);
   v1::Activity activity() const;
   v1::GetStatusResponse status() const;
   void stop();
@@ -76,7 +77,7 @@ absl::Status Gateway::Parts::serve() {
 }
 
 // Episodes start once every environment has described itself to the ledger.
-void Gateway::Parts::start_environments(const GatewayWatch& watch) {
+absl::Status Gateway::Parts::start_environments(const GatewayWatch& watch) {
   Orchestrator::Environments clients;
   for (const EnvironmentConfig& environment : config.environments) {
     const auto described = [this, name = environment.name](const v1::DescribeResponse& answer) {
@@ -90,7 +91,13 @@ void Gateway::Parts::start_environments(const GatewayWatch& watch) {
     clients[environment.name] = client.get();
     environments[environment.name] = std::move(client);
   }
-  orchestrator = std::make_unique<Orchestrator>(config, *ledger, engine, std::move(clients), *format, metrics, log);
+  try {
+    orchestrator = std::make_unique<Orchestrator>(config, *ledger, engine, std::move(clients), *format, metrics, log);
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("gateway.episode_threads: ", config.episode_threads,
+                                                     " threads cannot be had here: ", error.what()));
+  }
+  return absl::OkStatus();
 }
 
 v1::Activity Gateway::Parts::activity() const {
@@ -143,7 +150,7 @@ absl::StatusOr<std::unique_ptr<Gateway>> Gateway::start(const GatewayConfig& con
   Parts& parts = *gateway->parts_;
   RETURN_IF_ERROR(parts.open_format());
   ASSIGN_OR_RETURN(parts.ledger, Ledger::open(config, parts.tokenizer->fingerprint(), metrics, log));
-  parts.start_environments(watch);
+  RETURN_IF_ERROR(parts.start_environments(watch));
   RETURN_IF_ERROR(parts.serve());
   // Last: its answers tell of everybody.
   ASSIGN_OR_RETURN(parts.delivery, Delivery::start(config.job.learner_address, *parts.ledger, log, [&parts] { return parts.activity(); }));

@@ -26,7 +26,7 @@ TrajectorySummary summarize(const v1::Trajectory& trajectory) {
 
 std::optional<std::string> exclusion(const TrajectorySummary& trajectory) {
   if (rpc::is_failure(trajectory.finish_reason)) return rpc::word_of(trajectory.finish_reason);
-  if (!std::isfinite(trajectory.reward)) return "bad_reward";
+  if (!is_reward(trajectory.reward)) return "bad_reward";
   if (!trajectory.has_actions) return "empty";
   return std::nullopt;
 }
@@ -51,7 +51,10 @@ GroupDecision decide(const GroupFilters& filters, absl::Span<const GroupMember> 
     }
     const TrajectorySummary& summary = members[i].summary;
     const char* reason = nullptr;
-    if (learner_policy_version - summary.min_policy_version > filters.max_staleness) {
+    // The learner publishes before it asks for the next batch, so one version ahead of what it said last is right.
+    if (summary.max_policy_version > learner_policy_version + 1) {
+      reason = "unknown_version";
+    } else if (learner_policy_version - summary.min_policy_version > filters.max_staleness) {
       reason = "stale";
     } else if (filters.max_version_span >= 0 &&
                summary.max_policy_version - summary.min_policy_version > filters.max_version_span) {

@@ -24,9 +24,12 @@ struct TrajectorySummary {
 };
 TrajectorySummary summarize(const v1::Trajectory& trajectory);
 
-// Why a trajectory can never be trained on: "env_crash", "timeout", "aborted", "empty" (no action token), "bad_reward" (not
-// finite). It is no evidence about the policy, so it is left out and never counted as reward 0.
+// Why a trajectory can never be trained on: "env_crash", "timeout", "aborted", "empty" (no action token), "bad_reward"
+// (is_reward). It is no evidence about the policy, so it is left out and never counted as reward 0.
 std::optional<std::string> exclusion(const TrajectorySummary& trajectory);
+
+// What a reward may be: anything larger is a mistake of an environment, and its square no longer a float.
+inline bool is_reward(double value) { return value >= -1e9 && value <= 1e9; }
 
 struct GroupFilters {
   int max_staleness = 0;

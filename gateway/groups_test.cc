@@ -64,6 +64,13 @@ TEST(Groups, StalenessIsCountedWhenTheLearnerTakesIt) {
   EXPECT_TRUE(decide({.max_staleness = 8}, std::vector<GroupMember>{member(0, 9), member(1, 10)}, 9).alive);
 }
 
+TEST(Groups, VersionsThatTheLearnerHasNotMadeAreDropped) {
+  const std::vector<GroupMember> members = {member(0, 10), member(1, 11), member(0, 10)};
+  const GroupDecision decision = decide({.drop_zero_variance = false}, members, 9);
+  EXPECT_TRUE(decision.alive);
+  EXPECT_EQ(decision.drops, (Drops{{1, "unknown_version"}}));
+}
+
 TEST(Groups, StaleComesBeforeRepairAndVariance) {
   // The stale member is the only one whose reward differs: without it nothing varies.
   const std::vector<GroupMember> members = {member(1, 1), member(0, 5), member(0, 5), member(0, 5)};

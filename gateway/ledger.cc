@@ -89,7 +89,7 @@ EpisodePlan Ledger::make_plan(const Group& group, int index) const {
   plan.instance = group.info.instance();
   plan.sampling_seed = counter_hash(config_.job.seed, "sampling",
                                     {group.info.group_number(), static_cast<uint64_t>(index), attempt});
-  plan.min_policy_version = std::max(0, policy_version_ - config_.job.max_staleness);
+  plan.min_policy_version = std::max({0, policy_version_ - config_.job.max_staleness, warm_version_});
   return plan;
 }
 

@@ -233,6 +233,8 @@ class Ledger : public EpisodeSource {
   int64_t committed_step_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t step_ ABSL_GUARDED_BY(mutex_) = 0;           // of the last request
   int policy_version_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool warming_up_ ABSL_GUARDED_BY(mutex_) = false;  // the last request was for demonstrations
+  int warm_version_ ABSL_GUARDED_BY(mutex_) = 0;     // of the first request for rollouts after those
   int64_t first_step_at_version_ ABSL_GUARDED_BY(mutex_) = 0;
   bool learner_record_under_way_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Deferred> deferred_ ABSL_GUARDED_BY(mutex_);

@@ -1,5 +1,6 @@
 // The ledger towards the learner: lives, batches, commits, counts.
 #include <algorithm>
+#include <utility>
 
 #include "common/check.h"
 #include "gateway/ledger.h"
@@ -78,7 +79,8 @@ absl::Status Ledger::check_hello(const v1::Hello& hello) const {
   if (hello.committed_step() < committed_step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         "stale checkpoint: the learner starts from step ", hello.committed_step(), ", but step ", committed_step_,
-        " is committed and its trajectories are gone; start from the newest checkpoint"));
+        " is committed and its trajectories are gone; put the newest checkpoint back into ", config_.job.run_directory(),
+        "/checkpoints, or begin anew in another directory"));
   }
   return check_log(hello);
 }
@@ -180,10 +182,13 @@ void Ledger::request_batch(const v1::BatchRequest& request, BatchDone done) {
       pending_.reset();
       observe(request.step(), request.policy_version());
       if (request.kind() == v1::TRAJECTORY_KIND_DEMONSTRATION) {
+        warming_up_ = true;
         demonstrations_.request(request.step(), request.num_groups());
         pending_ = PendingRequest{request, std::move(done)};
       } else {
         rollouts_open_ = true;
+        // What the model was before its warm-up is not one version behind: it is another model.
+        if (std::exchange(warming_up_, false)) warm_version_ = request.policy_version();
         demonstrations_.clear();
         expire_external_groups();
         if (delivered_.contains(request.step())) {

@@ -367,10 +367,13 @@ TEST(Ledger, DemonstrationsAreMadeOnRequestAndNotCounted) {
     EXPECT_EQ(first.counts().produced(), 0u);
     batch = gateway.request(1, 1, 0, v1::TRAJECTORY_KIND_DEMONSTRATION, 4);
     batches.push_back(testing::bytes(first) + testing::bytes(testing::get(batch)));
-    batch = gateway.request(1, 2, 0);
+    batch = gateway.request(1, 2, 1);
     plans = gateway.take_all();
-    ASSERT_EQ(plans.size(), 2u) << "no more demonstrations";
-    EXPECT_EQ(plans[0].kind, v1::TRAJECTORY_KIND_ROLLOUT);
+    ASSERT_GE(plans.size(), 2u);
+    for (const EpisodePlan& plan : plans) {
+      EXPECT_EQ(plan.kind, v1::TRAJECTORY_KIND_ROLLOUT) << "no more demonstrations";
+      EXPECT_EQ(plan.min_policy_version, 1) << "the model before its warm-up is not one version behind";
+    }
   }
   EXPECT_EQ(batches[0], batches[1]);
 }

@@ -28,7 +28,12 @@ Orchestrator::Orchestrator(const GatewayConfig& config, EpisodeSource& source, E
       log_(std::move(log)),
       life_(absl::StrFormat("%x", now_us())) {
   threads_.reserve(static_cast<size_t>(config_.episode_threads));
-  for (int i = 0; i < config_.episode_threads; ++i) threads_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 0; i < config_.episode_threads; ++i) threads_.emplace_back([this, i] { work(i); });
+  } catch (...) {  // the destructor of what is half made would wait for threads that nobody told to stop
+    stop();
+    throw;
+  }
 }
 
 Orchestrator::~Orchestrator() { stop(); }
@@ -115,7 +120,10 @@ void Orchestrator::hand_over(const EpisodePlan& plan, const std::function<v1::Tr
       if (absl::Now() >= patience) return;
     }
     if (written->status.ok()) return;
-    log_->error("episode {}: its trajectory could not be written: {}", plan.rollout_id, std::string(written->status.message()));
+    if (const std::optional<std::string> more = writes_.pass()) {
+      log_->error("episode {}: its trajectory could not be written: {}{}", plan.rollout_id,
+                  std::string(written->status.message()), *more);
+    }
     if (!pause(backoff.next(), stop)) return source_.cancel(plan);
   }
 }

@@ -24,7 +24,7 @@ class Orchestrator {
  public:
   using Environments = std::map<std::string, EnvironmentClient*>;
 
-  // Starts config.episode_threads threads. What the arguments refer to outlives it.
+  // Starts config.episode_threads threads; std::system_error: the system has not so many. What the arguments refer to outlives it.
   Orchestrator(const GatewayConfig& config, EpisodeSource& source, EngineClient& engine, Environments environments,
                const model::ChatFormat& format, Metrics& metrics, Logger log);
   // stop().
@@ -51,7 +51,7 @@ class Orchestrator {
   Metrics& metrics_;
   const Logger log_;
   const std::string life_;  // tells episode ids of this life from those before
-  Throttle failures_{absl::Seconds(5)};
+  Throttle failures_{absl::Seconds(5)}, writes_{absl::Seconds(5)};
   std::atomic<int64_t> environment_time_us_ = 0, engine_time_us_ = 0;
   std::stop_source stop_;
   std::vector<std::jthread> threads_;

@@ -8,8 +8,10 @@
 namespace slipstream::gateway {
 namespace {
 
+constexpr absl::Duration kPatience = absl::Seconds(10);  // then waiting for a worker is told
+
 absl::Status validate_id(const char* call, const std::string& worker_id) {
-  const std::string problem = name_problem(worker_id);
+  const std::string problem = file_name_problem(worker_id);
   return problem.empty() ? absl::OkStatus() : absl::InvalidArgumentError(absl::StrCat(call, ": worker_id: ", problem));
 }
 
@@ -118,13 +120,17 @@ absl::StatusOr<std::shared_ptr<const Worker>> WorkerPool::route(const std::strin
     const absl::MutexLock lock(&mutex_);
     changed_.SignalAll();
   });
+  const absl::Time began = absl::Now();
   const absl::MutexLock lock(&mutex_);
   while (true) {
     if (cancel.stop_requested()) return absl::CancelledError("cancelled while waiting for a rollout worker");
     if (std::shared_ptr<const Worker> worker = choose(session_id)) return worker;
-    if (changed_.WaitWithDeadline(&mutex_, deadline) && absl::Now() >= deadline) {
-      return absl::DeadlineExceededError("no rollout worker is up");
+    const absl::Time now = absl::Now();
+    if (now >= deadline) return absl::DeadlineExceededError("no rollout worker is up");
+    if (now >= began + kPatience) {
+      if (const auto more = waits_.pass(now)) log_->warn("no rollout worker is up; episodes wait for one{}", *more);
     }
+    changed_.WaitWithDeadline(&mutex_, std::min(deadline, now + kPatience));
   }
 }
 

@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "common/log.h"
 #include "common/metrics.h"
+#include "common/throttle.h"
 #include "common/status.h"
 #include "gateway/hash_ring.h"
 #include "slipstream/v1/gateway.pb.h"
@@ -110,6 +111,7 @@ class WorkerPool {
   HashRing ring_ ABSL_GUARDED_BY(mutex_);  // workers that are up and not draining
   int64_t epoch_ ABSL_GUARDED_BY(mutex_) = 0;  // counts joins
   absl::flat_hash_map<std::string, Assignment> sessions_ ABSL_GUARDED_BY(mutex_);
+  Throttle waits_{absl::Seconds(30)};
   std::unique_ptr<Metrics::Collector> collector_;
   std::jthread watcher_;
 };

@@ -163,6 +163,7 @@ TEST_F(WorkerPoolTest, RefusesWhatIsNoWorker) {
   refused([](auto& request) { request.set_worker_id(""); }, "worker_id");
   refused([](auto& request) { request.set_worker_id(std::string(129, 'w')); }, "worker_id: 129 bytes, expected 1 to 128");
   refused([](auto& request) { request.set_worker_id("w\n"); }, "worker_id: \"w\\n\", expected printable ASCII");
+  refused([](auto& request) { request.set_worker_id("../w"); }, "worker_id: \"../w\", expected letters, digits");
   refused([](auto& request) { request.set_address("nowhere"); }, "address");
   refused([](auto& request) { request.set_address("localhost:99999999"); }, "address");
   refused([](auto& request) { request.set_address("localhost:0"); }, "address");

@@ -26,8 +26,8 @@ absl::StatusOr<Arena> Arena::create_cpu(int64_t bytes) {
 absl::StatusOr<Arena> Arena::create_cuda(int32_t index, int64_t bytes) {
   if (bytes <= 0) return absl::InvalidArgumentError(absl::StrCat("arena bytes: ", bytes, ", expected > 0"));
   RETURN_IF_ERROR(cuda::select_device(index));
-  ASSIGN_OR_RETURN(void* const base, cuda::allocate(bytes));
-  return Arena(static_cast<char*>(base), bytes, Device{DeviceKind::kCuda, index});
+  ASSIGN_OR_RETURN(const cuda::GrowingRange range, cuda::reserve_range(bytes));
+  return Arena(range.base, bytes, Device{DeviceKind::kCuda, index});
 }
 
 absl::StatusOr<Arena> Arena::create(Device device, int64_t bytes) {
@@ -39,6 +39,7 @@ Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
 Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(base_, other.base_);
   std::swap(capacity_, other.capacity_);
+  std::swap(backed_, other.backed_);
   std::swap(used_, other.used_);
   std::swap(peak_, other.peak_);
   std::swap(device_, other.device_);
@@ -48,7 +49,8 @@ Arena& Arena::operator=(Arena&& other) noexcept {
 Arena::~Arena() {
   if (base_ == nullptr) return;
   if (device_.kind == DeviceKind::kCuda) {
-    cuda::release(base_);
+    cuda::GrowingRange range{base_, capacity_, backed_};
+    cuda::release_range(&range);
   } else {
     munmap(base_, static_cast<size_t>(capacity_));
   }
@@ -67,6 +69,11 @@ Tensor Arena::take(Tensor tensor) {
   used_ += (tensor.bytes() + alignment - 1) / alignment * alignment;
   CHECK_LE(used_, capacity_);
   peak_ = std::max(peak_, used_);
+  if (device_.kind == DeviceKind::kCuda && used_ > backed_) {
+    cuda::GrowingRange range{base_, capacity_, backed_};
+    cuda::grow_range(&range, used_, device_.index);
+    backed_ = range.backed;
+  }
   return tensor;
 }
 

@@ -14,7 +14,7 @@ namespace slipstream::kernels {
 class Stream;
 
 // A bump allocator over one reserved range. On the CPU the range is address space: pages cost memory only once
-// touched, and keep it until the arena dies. On CUDA it is one allocation of device memory. One thread uses an arena.
+// touched, and keep it until the arena dies; on CUDA the same, in steps of 128 MiB. One thread uses an arena.
 class Arena {
  public:
   // bytes: the most that may ever be in use. ResourceExhausted when the range cannot be reserved.
@@ -46,6 +46,7 @@ class Arena {
   Arena(char* base, int64_t capacity, Device device) : base_(base), capacity_(capacity), device_(device) {}
   char* base_ = nullptr;
   int64_t capacity_ = 0;
+  int64_t backed_ = 0;  // on CUDA: bytes with memory behind them
   int64_t used_ = 0;
   int64_t peak_ = 0;
   Device device_;

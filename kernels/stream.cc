@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "kernels/cuda/runtime.h"
 
 namespace slipstream::kernels {
@@ -147,6 +148,24 @@ absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cuda(int32_t index, int64
   return std::unique_ptr<Stream>(new Stream(nullptr, std::move(queue), Device{DeviceKind::kCuda, index}));
 }
 
+absl::StatusOr<std::unique_ptr<Stream>> Stream::create(Device device, int threads) {
+  return device.kind == DeviceKind::kCuda ? create_cuda(device.index) : create_cpu(threads);
+}
+
+absl::StatusOr<Device> parse_device(const std::string& word) {
+  if (word == "cpu") return Device{};
+  if (word == "cuda") return Device{DeviceKind::kCuda, 0};
+  int32_t index = 0;
+  if (word.starts_with("cuda:") && absl::SimpleAtoi(word.substr(5), &index) && index >= 0) {
+    return Device{DeviceKind::kCuda, index};
+  }
+  return absl::InvalidArgumentError(absl::StrCat("\"", word, "\", expected cpu, cuda or cuda:N"));
+}
+
+std::string device_word(Device device) {
+  return device.kind == DeviceKind::kCuda ? absl::StrCat("cuda:", device.index) : "cpu";
+}
+
 Stream::Stream(std::unique_ptr<Team> team, std::unique_ptr<Queue> queue, Device device)
     : team_(std::move(team)), queue_(std::move(queue)), device_(device) {}
 
@@ -158,6 +177,10 @@ void* Stream::cuda() const {
 Arena& Stream::workspace() {
   CHECK(on_cuda());
   return queue_->workspace;
+}
+
+void Stream::adopt() {
+  if (on_cuda()) CHECK_OK(cuda::select_device(device_.index));
 }
 
 void Stream::synchronize() {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/functional/function_ref.h"
 #include "common/status.h"
@@ -12,6 +13,10 @@
 #include "kernels/tensor.h"
 
 namespace slipstream::kernels {
+
+// "cpu", "cuda" (the first) or "cuda:N". InvalidArgument: `"gpu", expected cpu, cuda or cuda:N`.
+absl::StatusOr<Device> parse_device(const std::string& word);
+std::string device_word(Device device);
 
 // One thread's share of a CPU stream: its index and memory for the duration of one task.
 class Worker {
@@ -51,12 +56,16 @@ class Stream {
   // workspace_bytes: device memory for what an operator needs while it runs. Makes the device the calling thread's.
   // Unimplemented: built without CUDA. NotFound: no such device. ResourceExhausted: no memory.
   static absl::StatusOr<std::unique_ptr<Stream>> create_cuda(int32_t index, int64_t workspace_bytes = int64_t{1} << 28);
+  // Either, by device; threads for the CPU.
+  static absl::StatusOr<std::unique_ptr<Stream>> create(Device device, int threads);
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
   Device device() const { return device_; }
   bool on_cuda() const { return device_.kind == DeviceKind::kCuda; }
+  // To be called by a thread other than the creator before it drives the stream.
+  void adopt();
   void synchronize();  // returns when everything enqueued is done
 
   // Dense tensors between host memory and the stream's device, in the stream's order. upload: `from` may change once it

@@ -61,6 +61,7 @@ std::string to_json(const LearnerState& state) {
       {"wall_seconds", state.wall_seconds},
       {"wait_data_seconds", state.wait_data_seconds},
       {"demonstration_probabilities", state.demonstration_probabilities},
+      {"weights_id", state.weights_id},
       {"log_id", state.log_id},
       {"groups_end", state.groups_end},
       {"commit",
@@ -116,6 +117,7 @@ absl::StatusOr<LearnerState> read_state_fields(model::JsonReader json) {
   state.wall_seconds = json.require_number("wall_seconds", 0.0);
   state.wait_data_seconds = json.require_number("wait_data_seconds", 0.0);
   state.demonstration_probabilities = read_numbers(json, "demonstration_probabilities");
+  state.weights_id = json.require_string("weights_id");
   state.log_id = json.require_string("log_id");
   state.groups_end = static_cast<uint64_t>(json.require_int("groups_end", 0, kInt64Max));
   for (const char* part : {"commit", "report"}) {
@@ -305,7 +307,7 @@ absl::StatusOr<LearnerState> Checkpoints::read(const std::string& dir) const {
 }
 
 absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights,
-                                  AdamW& optimizer, kernels::Stream& stream) {
+                                  AdamW& optimizer, kernels::Stream& host, kernels::Stream& compute) {
   optimizer.reset();
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, state.optimizer_updates > 0);
   if (!tensors.empty()) {
@@ -313,7 +315,7 @@ absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& st
     for (const NamedTensor& entry : tensors) RETURN_IF_ERROR(file.read_into(entry.name, entry.tensor));
   }
   optimizer.set_updates(state.optimizer_updates);
-  weights.round(stream);
+  weights.round(host, compute);
   return absl::OkStatus();
 }
 

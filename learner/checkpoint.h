@@ -35,6 +35,7 @@ struct LearnerState {
   double wall_seconds = 0.0;
   double wait_data_seconds = 0.0;                   // in all
   std::vector<double> demonstration_probabilities;  // of the last warm-up steps
+  std::string weights_id;   // of the run, made when it first began: workers tell its versions from another run's
   std::string log_id;       // of the trajectory log it was trained from; empty: it never met a gateway
   uint64_t groups_end = 0;  // one more than the highest number of a group taken from it
   v1::Commit commit;        // what the gateway has to be told once this checkpoint is durable
@@ -69,7 +70,7 @@ class Checkpoints {
   static absl::StatusOr<LearnerState> read_state(const std::string& dir);
   // The optimizer and the exact masters of `dir`, from which `weights` were loaded.
   static absl::Status restore(const std::string& dir, const LearnerState& state, PolicyWeights& weights,
-                              AdamW& optimizer, kernels::Stream& stream);
+                              AdamW& optimizer, kernels::Stream& host, kernels::Stream& compute);
 
  private:
   absl::Status write(const std::string& dir, const LearnerState& state, const PolicyWeights& weights,

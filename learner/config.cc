@@ -47,7 +47,7 @@ void read_warmup(ConfigNode node, WarmupConfig* out) {
 
 LearnerConfig LearnerConfig::from(ConfigNode root) {
   LearnerConfig out;
-  out.model = model::ModelSection::from(root);
+  out.model = model::ModelSection::from(root, "learner");
   ConfigNode learner = root.child("learner");
   learner.read_address("address", &out.address, 0);
   learner.read("threads", &out.threads, 0, 256);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <random>
 #include <thread>
 
 #include "absl/strings/str_join.h"
@@ -120,8 +121,12 @@ absl::Status Learner::agree(const absl::Status& mine, const char* what) {
 absl::Status Learner::start() {
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   ASSIGN_OR_RETURN(stream_, kernels::Stream::create_cpu(config_.threads > 0 ? config_.threads : cores));
+  if (config_.model.device != kernels::Device{}) {
+    ASSIGN_OR_RETURN(device_stream_, kernels::Stream::create(config_.model.device, 0));
+  }
+  kernels::Stream& compute = device_stream_ != nullptr ? *device_stream_ : *stream_;
   RETURN_IF_ERROR(agree(is_root() ? lock_.take(job_.run_directory()) : absl::OkStatus(), "locking the run"));
-  RETURN_IF_ERROR(agree(restore(), "restoring"));
+  RETURN_IF_ERROR(agree(restore(compute), "restoring"));
   if (!is_root()) return absl::OkStatus();
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
@@ -131,13 +136,14 @@ absl::Status Learner::start() {
   // In the middle of a warm-up the weights are no published version: workers have version 0 from model.path.
   if (exactly_published_)
     RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
-  ASSIGN_OR_RETURN(server_, WeightsServer::start(config_.address, publisher_, log_));
+  ASSIGN_OR_RETURN(server_, WeightsServer::start(config_.address, publisher_,
+                                                 {.weights_id = state_.weights_id, .dtype = config_.model.dtype}, log_));
   metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
   return absl::OkStatus();
 }
 
 // Loads the newest checkpoint, which rank 0 chooses, or the initial one.
-absl::Status Learner::restore() {
+absl::Status Learner::restore(kernels::Stream& compute) {
   std::string dir = is_root() ? checkpoints_.find().value_or("") : "";
   group_.broadcast(dir, 0);
   if (!dir.empty()) {
@@ -147,15 +153,16 @@ absl::Status Learner::restore() {
     state_.phase = Phase::kRl;
   }
   ASSIGN_OR_RETURN(
-      weights_, PolicyWeights::load(dir.empty() ? config_.model.path : dir, config_.model.dtype, *stream_));
+      weights_, PolicyWeights::load(dir.empty() ? config_.model.path : dir, config_.model.dtype, *stream_, compute));
   ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
                                              {.loss = config_.loss,
                                               .optimizer = config_.optimizer,
                                               .micro_batch_tokens = config_.micro_batch_tokens,
                                               .recompute = config_.recompute},
-                                             group_, *stream_));
+                                             group_, *stream_, compute));
   if (!dir.empty())
-    RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_));
+    RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_, compute));
+  if (state_.weights_id.empty()) state_.weights_id = absl::StrCat(job_.run_id, "-", absl::Hex(std::random_device{}()));
   exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
   durable_step_ = state_.step;
   state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
@@ -174,6 +181,7 @@ absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
 
 absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
   RETURN_IF_ERROR(say_hello(stop));
+  if (observers.accepted) RETURN_IF_ERROR(observers.accepted());
   // Not before: what follows the checkpoint is cut off, and the gateway may have refused this checkpoint.
   ASSIGN_OR_RETURN(files_, RunFiles::open(job_.run_directory(), state_.report, config_.log_rollouts));
   // TensorBoard forgets the points of the restored step and of later ones: the former is the same, said

@@ -30,8 +30,9 @@ namespace slipstream::learner {
 
 // Who looks on. All on the thread of run(), on rank 0.
 struct Observers {
-  std::function<void(const StepReport&)> step;  // after each step; may be empty
-  ScalarSink scalars;                           // the same as names and numbers; may be empty
+  std::function<absl::Status()> accepted = nullptr;       // the gateway took the checkpoint: nothing of the run is touched before; may be empty
+  std::function<void(const StepReport&)> step = nullptr;  // after each step; may be empty
+  ScalarSink scalars = nullptr;                           // the same as names and numbers; may be empty
   const model::Tokenizer* tokenizer = nullptr;  // gives the rollout logs text; may be null
 };
 
@@ -60,12 +61,13 @@ class Learner {
   std::string weights_address() const;
   int32_t policy_version() const { return state_.policy_version; }
   int64_t step() const { return state_.step; }
+  bool finished() const { return state_.phase == Phase::kRl && state_.rl_steps >= config_.steps; }
 
  private:
   Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics,
           Logger log);
   absl::Status start();
-  absl::Status restore();
+  absl::Status restore(kernels::Stream& compute);
   absl::Status agree(const absl::Status& mine, const char* what);
 
   // What run() is on rank 0 and on the others.
@@ -93,7 +95,6 @@ class Learner {
   void fill_rewards(const v1::Activity& activity, StepReport* report) const;
   void remember_rewards(const v1::Activity& activity);
 
-  bool finished() const { return state_.phase == Phase::kRl && state_.rl_steps >= config_.steps; }
   bool is_root() const { return group_.rank() == 0; }
   double wall_seconds() const;
 
@@ -102,7 +103,8 @@ class Learner {
   parallel::Group& group_;
   Metrics& metrics_;
   Logger log_;
-  std::unique_ptr<kernels::Stream> stream_;
+  std::unique_ptr<kernels::Stream> stream_;         // on the CPU
+  std::unique_ptr<kernels::Stream> device_stream_;  // on a GPU, when the model runs there
   std::optional<PolicyWeights> weights_;
   std::unique_ptr<Trainer> trainer_;
   Checkpoints checkpoints_;

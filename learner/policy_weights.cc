@@ -21,22 +21,27 @@ void convert_tensor(const kernels::Tensor& from, const kernels::Tensor& to, kern
 }
 
 absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType dtype,
-                                                  kernels::Stream& stream) {
-  ASSIGN_OR_RETURN(model::LoadedWeights master, model::load_weights(dir, DType::kF32, stream));
+                                                  kernels::Stream& host, kernels::Stream& compute) {
+  ASSIGN_OR_RETURN(model::LoadedWeights master, model::load_weights(dir, DType::kF32, host));
   PolicyWeights out(std::move(master));
   if (dtype != DType::kF32) {
     ASSIGN_OR_RETURN(out.rounded_,
                      model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp()));
-    out.round(stream);
   }
+  if (compute.on_cuda()) {
+    ASSIGN_OR_RETURN(out.on_device_, out.on_host().copy_to(out.config(), compute));
+  }
+  out.round(host, compute);
   return out;
 }
 
-void PolicyWeights::round(kernels::Stream& stream) {
-  if (!rounded_) return;
-  for (size_t i = 0; i < rounded_->entries().size(); ++i) {
-    convert_tensor(master_.store.entries()[i].tensor, rounded_->entries()[i].tensor, stream);
+void PolicyWeights::round(kernels::Stream& host, kernels::Stream& compute) {
+  if (rounded_) {
+    for (size_t i = 0; i < rounded_->entries().size(); ++i) {
+      convert_tensor(master_.store.entries()[i].tensor, rounded_->entries()[i].tensor, host);
+    }
   }
+  if (on_device_) on_host().upload_to(*on_device_, compute);
 }
 
 }  // namespace slipstream::learner

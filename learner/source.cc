@@ -116,8 +116,12 @@ absl::Status Source::exchange(const v1::LearnerMessage& request, const std::stri
     if (stop.stop_requested()) return absl::CancelledError(absl::StrCat(what, ": stopped"));
     const Clock::time_point now = Clock::now();
     if (now >= deadline) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("gateway ", options_.address, ": no answer to ", what, " within ", timeout_ms, " ms"));
+      if (!request.has_batch_request()) {
+        return absl::DeadlineExceededError(
+            absl::StrCat("gateway ", options_.address, ": no answer to ", what, " within ", timeout_ms, " ms"));
+      }
+      return absl::DeadlineExceededError(absl::StrCat("no full batch from gateway ", options_.address, " within learner.batch_timeout_ms ",
+                                                      timeout_ms, " (", what, "); its log says what became of the episodes"));
     }
     if (now >= complain) {
       log_->warn("gateway {}: no answer to {} for {:.0f} s; asking on", options_.address, what,

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+
+#include "model/host_values.h"
 
 namespace slipstream::learner {
 namespace {
@@ -13,51 +14,35 @@ using kernels::Tensor;
 constexpr int64_t kArenaBytes = int64_t{1} << 38;
 constexpr int64_t kBucket = 1 << 22;  // gradient elements summed at a time
 
-// Rows of `from` [T, H] into to [R, H].
-void gather_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to,
-                 kernels::Stream& stream) {
-  const size_t bytes = static_cast<size_t>(from.size(1)) * sizeof(float);
-  stream.parallel_for(static_cast<int64_t>(rows.size()), 64,
-                      [&](int64_t begin, int64_t end, kernels::Worker&) {
-                        for (int64_t i = begin; i < end; ++i)
-                          std::memcpy(to.row(i), from.row(rows[static_cast<size_t>(i)]), bytes);
-                      });
-}
-
-// The reverse; no row is named twice.
-void scatter_rows(const Tensor& from, const std::vector<int64_t>& rows, const Tensor& to,
-                  kernels::Stream& stream) {
-  const size_t bytes = static_cast<size_t>(from.size(1)) * sizeof(float);
-  stream.parallel_for(static_cast<int64_t>(rows.size()), 64,
-                      [&](int64_t begin, int64_t end, kernels::Worker&) {
-                        for (int64_t i = begin; i < end; ++i)
-                          std::memcpy(to.row(rows[static_cast<size_t>(i)]), from.row(i), bytes);
-                      });
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(PolicyWeights& weights,
                                                          const TrainerOptions& options,
-                                                         parallel::Group& group, kernels::Stream& stream) {
+                                                         parallel::Group& group, kernels::Stream& host,
+                                                         kernels::Stream& compute) {
   RETURN_IF_ERROR(find_objective(options.loss.objective).status());
   const model::ModelConfig& config = weights.config();
   const bool with_mtp = weights.master().store.with_mtp();
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> network, model::Model::create(config));
   ASSIGN_OR_RETURN(model::WeightStore gradients, model::WeightStore::create_gradients(config, with_mtp));
   ASSIGN_OR_RETURN(AdamW optimizer, AdamW::create(config, with_mtp, options.optimizer));
-  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(kArenaBytes));
-  return std::unique_ptr<Trainer>(new Trainer(weights, options, group, stream, std::move(network),
-                                              std::move(gradients), std::move(optimizer), std::move(arena)));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(compute.device(), kArenaBytes));
+  std::unique_ptr<Trainer> out(new Trainer(weights, options, group, host, compute, std::move(network),
+                                           std::move(gradients), std::move(optimizer), std::move(arena)));
+  if (compute.on_cuda()) {
+    ASSIGN_OR_RETURN(out->device_gradients_, out->gradients_.copy_to(config, compute));
+  }
+  return out;
 }
 
 Trainer::Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group,
-                 kernels::Stream& stream, std::unique_ptr<model::Model> network, model::WeightStore gradients,
-                 AdamW optimizer, kernels::Arena arena)
+                 kernels::Stream& host, kernels::Stream& compute, std::unique_ptr<model::Model> network,
+                 model::WeightStore gradients, AdamW optimizer, kernels::Arena arena)
     : weights_(weights),
       options_(options),
       group_(group),
-      stream_(stream),
+      host_(host),
+      compute_(compute),
       network_(std::move(network)),
       gradients_(std::move(gradients)),
       optimizer_(std::move(optimizer)),
@@ -103,8 +88,8 @@ void Trainer::count_experts(const model::SavedForward& saved) {
   int64_t layer = 0;
   for (const model::LayerReplay& choice : saved.choices) {
     if (choice.experts.empty()) continue;
-    for (int64_t i = 0; i < choice.experts.numel(); ++i) {
-      expert_counts_[static_cast<size_t>(layer * experts + choice.experts.i32()[i])] += 1.0f;
+    for (const int32_t expert : model::host_values<int32_t>(choice.experts, compute_)) {
+      expert_counts_[static_cast<size_t>(layer * experts + expert)] += 1.0f;
     }
     ++layer;
   }
@@ -115,57 +100,58 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
                                       GradientResult& out) {
   const kernels::ArenaScope scope(arena_);
   model::Batch input;
-  std::vector<int64_t> rows;  // of the hidden state that predicts each action token
-  std::vector<int32_t> targets;
+  std::vector<int32_t> rows, targets;  // of each action token: the hidden state that predicts it, its id
   for (const int64_t item : micro.items) {
     const TrainingSample& sample = batch.samples[static_cast<size_t>(item)];
     const int64_t first = static_cast<int64_t>(input.tokens.size());
     input.lengths.push_back(static_cast<int64_t>(sample.ids.size()));
     input.tokens.insert(input.tokens.end(), sample.ids.begin(), sample.ids.end());
     for (const int32_t position : sample.positions) {
-      rows.push_back(first + position - 1);
+      rows.push_back(static_cast<int32_t>(first + position - 1));
       targets.push_back(sample.ids[static_cast<size_t>(position)]);
     }
   }
   if (rows.empty()) return absl::OkStatus();
   const model::ModelWeights& weights = weights_.compute();
   ASSIGN_OR_RETURN(const model::PreparedBatch prepared,
-                   model::prepare_batch(weights_.config(), input, nullptr, arena_, stream_));
-  model::Step step{stream_, arena_, prepared};
+                   model::prepare_batch(weights_.config(), input, nullptr, arena_, compute_));
+  model::Step step{compute_, arena_, prepared, nullptr, model::activation_dtype(compute_, weights_.dtype())};
   model::SavedForward saved;
   saved.recompute = options_.recompute;
   const Tensor hidden = network_->forward(weights, step, &saved);
   count_experts(saved);
   // The head sees action tokens alone; its rows do not depend on one another.
-  const int64_t scored = static_cast<int64_t>(rows.size()), width = hidden.size(1);
-  const Tensor chosen = step.alloc({scored, width}), target_ids = step.ints({scored});
-  gather_rows(hidden, rows, chosen, stream_);
-  std::copy(targets.begin(), targets.end(), target_ids.i32());
+  const size_t scored = rows.size();
+  const Tensor chosen = gather_rows(step, hidden, rows), target_ids = step.upload(targets);
   const model::Model::LogProbs log_probs =
       network_->log_probs(weights, chosen, target_ids, micro.temperature, /*entropy=*/true, step);
+  const auto logprobs = model::host_values<float>(log_probs.logprob, compute_);
+  const auto entropies = model::host_values<float>(log_probs.entropy, compute_);
   const bool with_entropy = options_.loss.entropy_bonus > 0.0;
-  const Tensor dlogprob = step.alloc({scored}), dentropy = with_entropy ? step.alloc({scored}) : Tensor();
-  int64_t row = 0;
+  std::vector<float> dlogprobs(scored), dentropies(with_entropy ? scored : 0);
+  size_t row = 0;
   for (const int64_t item : micro.items) {
     const size_t s = static_cast<size_t>(item);
-    const int64_t count = static_cast<int64_t>(batch.samples[s].positions.size());
-    out.learner_logprob[s].assign(log_probs.logprob.f32() + row, log_probs.logprob.f32() + row + count);
-    out.entropy[s].assign(log_probs.entropy.f32() + row, log_probs.entropy.f32() + row + count);
+    const size_t count = batch.samples[s].positions.size();
+    std::copy_n(&logprobs[row], count, out.learner_logprob[s].begin());
+    std::copy_n(&entropies[row], count, out.entropy[s].begin());
     score_sample(batch, item, objective, out);
-    for (int64_t i = 0; i < count; ++i, ++row) {
-      const TokenLoss& token = out.tokens[s][static_cast<size_t>(i)];
-      dlogprob.f32()[row] = token.dlogprob == 0.0f ? 0.0f : static_cast<float>(token.dlogprob * scales[s]);
+    for (size_t i = 0; i < count; ++i, ++row) {
+      const TokenLoss& token = out.tokens[s][i];
+      dlogprobs[row] = token.dlogprob == 0.0f ? 0.0f : static_cast<float>(token.dlogprob * scales[s]);
       if (!with_entropy) continue;
       const bool counts = token.fate != TokenFate::kUnselected && token.fate != TokenFate::kNonFinite;
-      dentropy.f32()[row] = counts ? static_cast<float>(-options_.loss.entropy_bonus * scales[s]) : 0.0f;
+      dentropies[row] = counts ? static_cast<float>(-options_.loss.entropy_bonus * scales[s]) : 0.0f;
     }
   }
+  model::ModelWeights& gradients = (device_gradients_ ? *device_gradients_ : gradients_).tensors();
+  const Tensor dlogprob = step.upload(dlogprobs), dentropy = with_entropy ? step.upload(dentropies) : Tensor();
   const Tensor dchosen =
       network_->log_probs_backward(weights, chosen, target_ids, micro.temperature, log_probs, dlogprob,
-                                   dentropy, gradients_.tensors(), step);
-  const Tensor dhidden = arena_.zeros(kernels::DType::kF32, {hidden.size(0), width}, stream_);
-  scatter_rows(dchosen, rows, dhidden, stream_);
-  network_->backward(weights, saved, dhidden, gradients_.tensors(), step);
+                                   dentropy, gradients, step);
+  std::vector<int32_t> scattered(static_cast<size_t>(hidden.size(0)), -1);  // no row is scored twice
+  for (size_t i = 0; i < scored; ++i) scattered[static_cast<size_t>(rows[i])] = static_cast<int32_t>(i);
+  network_->backward(weights, saved, gather_rows(step, dchosen, scattered), gradients, step);
   return absl::OkStatus();
 }
 
@@ -177,7 +163,7 @@ void Trainer::share_gradients() {
   const auto flush = [&] {
     if (inside.empty()) return;
     group_.all_reduce_sum(Tensor(bucket.data(), kernels::DType::kF32, {static_cast<int64_t>(bucket.size())}),
-                          stream_);
+                          host_);
     const float* at = bucket.data();
     for (const Tensor& tensor : inside) {
       std::copy_n(at, tensor.numel(), tensor.f32());
@@ -201,8 +187,7 @@ void Trainer::share_columns(std::vector<std::vector<float>>& columns) {
   std::vector<float> flat;
   for (const std::vector<float>& column : columns) flat.insert(flat.end(), column.begin(), column.end());
   if (flat.empty()) return;
-  group_.all_reduce_sum(Tensor(flat.data(), kernels::DType::kF32, {static_cast<int64_t>(flat.size())}),
-                        stream_);
+  group_.all_reduce_sum(Tensor(flat.data(), kernels::DType::kF32, {static_cast<int64_t>(flat.size())}), host_);
   auto at = flat.begin();
   for (std::vector<float>& column : columns) {
     std::copy_n(at, column.size(), column.begin());
@@ -244,7 +229,7 @@ void Trainer::summarize(const TrainingBatch& batch, Objective objective, const s
 absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& batch,
                                                          const std::string& objective_name) {
   ASSIGN_OR_RETURN(const Objective objective, find_objective(objective_name));
-  gradients_.zero();
+  (device_gradients_ ? *device_gradients_ : gradients_).zero(compute_);
   const model::ModelConfig& config = weights_.config();
   const auto moe_layers =
       std::count_if(config.layers.begin(), config.layers.end(), [](const auto& layer) { return layer.moe; });
@@ -266,13 +251,14 @@ absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& ba
   if (group_.all_reduce_max(status.ok() ? 0 : 1) != 0) {  // before anybody waits for a sum that will not come
     return status.ok() ? absl::InternalError("another rank failed in this step; its log says why") : status;
   }
+  if (device_gradients_) gradients_.download_from(*device_gradients_, compute_);
   share_gradients();
   share_columns(out.learner_logprob);
   share_columns(out.entropy);
   if (!expert_counts_.empty()) {
     group_.all_reduce_sum(
         Tensor(expert_counts_.data(), kernels::DType::kF32, {static_cast<int64_t>(expert_counts_.size())}),
-        stream_);
+        host_);
   }
   summarize(batch, objective, scales, out);
   return out;
@@ -283,7 +269,7 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
   StepResult result;
   result.learning_rate = learning_rate;
   ASSIGN_OR_RETURN(result.gradient, compute_gradient(batch, objective));
-  const GradientCheck check = check_gradients(gradients_, stream_);
+  const GradientCheck check = check_gradients(gradients_, host_);
   result.grad_norm = check.norm;
   result.offending = check.offending;
   int64_t selected = 0, finite = 0;
@@ -299,8 +285,13 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
   result.skipped = !result.offending.empty();
   if (result.skipped || selected == 0)
     return result;  // nothing to learn from: old momentum alone moves nothing
-  optimizer_.update(weights_.master().store, gradients_, check.norm, learning_rate, stream_);
-  weights_.round(stream_);
+  optimizer_.update(weights_.master().store, gradients_, check.norm, learning_rate, host_);
+  // Before anything is saved or published: such weights would be the run's newest for good.
+  if (const GradientCheck weights = check_gradients(weights_.master().store, host_); !weights.offending.empty()) {
+    return absl::DataLossError(absl::StrCat("the update made ", weights.offending, " not finite: the policy has diverged (learning rate ",
+                                            learning_rate, ", gradient norm ", check.norm, ")"));
+  }
+  weights_.round(host_, compute_);
   result.updated = true;
   return result;
 }

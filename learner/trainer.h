@@ -50,11 +50,13 @@ struct StepResult {
 // One thread. All ranks call the same members with the same batch.
 class Trainer {
  public:
-  // `weights`, `group` and `stream` outlive the trainer. Errors as the model's and the objective's creation
-  // have them.
+  // The model runs on `compute`; masters, moments, the sum over ranks and the update are `host`'s, a stream on
+  // the CPU (they may be one). The arguments outlive the trainer. Errors as the model's and the objective's
+  // creation have them.
   static absl::StatusOr<std::unique_ptr<Trainer>> create(PolicyWeights& weights,
                                                          const TrainerOptions& options,
-                                                         parallel::Group& group, kernels::Stream& stream);
+                                                         parallel::Group& group, kernels::Stream& host,
+                                                         kernels::Stream& compute);
 
   // Forward and backward over the batch; gradients() then holds the sum over all ranks. objective: a name
   // other than the configured one (warm-up: "sft"). A batch without a selected token gives loss 0 and
@@ -69,8 +71,8 @@ class Trainer {
 
  private:
   Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group,
-          kernels::Stream& stream, std::unique_ptr<model::Model> network, model::WeightStore gradients,
-          AdamW optimizer, kernels::Arena arena);
+          kernels::Stream& host, kernels::Stream& compute, std::unique_ptr<model::Model> network,
+          model::WeightStore gradients, AdamW optimizer, kernels::Arena arena);
   std::vector<double> token_scales(const TrainingBatch& batch) const;
   absl::Status run_micro_batch(const TrainingBatch& batch, const MicroBatch& micro, Objective objective,
                                const std::vector<double>& scales, GradientResult& out);
@@ -85,9 +87,11 @@ class Trainer {
   PolicyWeights& weights_;
   TrainerOptions options_;
   parallel::Group& group_;
-  kernels::Stream& stream_;
+  kernels::Stream& host_;
+  kernels::Stream& compute_;
   std::unique_ptr<model::Model> network_;
-  model::WeightStore gradients_;
+  model::WeightStore gradients_;                       // in host memory
+  std::optional<model::WeightStore> device_gradients_;  // what passes add to on a GPU
   AdamW optimizer_;
   kernels::Arena arena_;
   std::vector<float> expert_counts_;  // [MoE layers, experts]

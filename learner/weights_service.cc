@@ -16,8 +16,13 @@ namespace {
 // when the peer is gone).
 class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
  public:
-  Fetch(const v1::FetchRequest& request, Publisher& publisher, Logger log)
-      : publisher_(publisher), log_(std::move(log)), worker_(rpc::printable(request.worker_id())) {
+  Fetch(const v1::FetchRequest& request, Publisher& publisher, const WeightsOrigin& origin, Logger log)
+      : publisher_(publisher), origin_(origin), log_(std::move(log)), worker_(rpc::printable(request.worker_id())) {
+    if (!request.weights_id().empty() && request.weights_id() != origin.weights_id) {
+      Finish(rpc::to_grpc(absl::FailedPreconditionError(
+          absl::StrCat("the worker's policy version ", request.have_version(), " is of another run than this learner's: start it again"))));
+      return;
+    }
     const absl::StatusOr<kernels::DType> matrices = model::parse_weight_dtype(request.dtype());
     if (!matrices.ok()) {
       Finish(rpc::to_grpc(absl::InvalidArgumentError(absl::StrCat("dtype: ", matrices.status().message()))));
@@ -51,6 +56,8 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
     out.set_num_bytes(header.num_bytes);
     out.set_num_tensors(static_cast<int32_t>(header.num_tensors));
     out.set_shape_hash(header.shape_hash);
+    out.set_weights_id(origin_.weights_id);
+    out.set_learner_dtype(model::weight_dtype_word(origin_.dtype));
     log_->debug("weights: version {} to {}, {} bytes", snapshot_->policy_version, worker_, header.num_bytes);
     StartWrite(&chunk_);
   }
@@ -70,6 +77,7 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
   }
 
   Publisher& publisher_;
+  const WeightsOrigin& origin_;
   Logger log_;
   std::string worker_;
   kernels::DType matrices_ = kernels::DType::kF32;
@@ -82,29 +90,33 @@ class Fetch final : public grpc::ServerWriteReactor<v1::WeightChunk> {
 
 class WeightsService final : public v1::Weights::CallbackService {
  public:
-  WeightsService(Publisher& publisher, Logger log) : publisher_(publisher), log_(std::move(log)) {}
+  WeightsService(Publisher& publisher, WeightsOrigin origin, Logger log)
+      : publisher_(publisher), origin_(std::move(origin)), log_(std::move(log)) {}
   grpc::ServerWriteReactor<v1::WeightChunk>* Fetch(grpc::CallbackServerContext*,
                                                    const v1::FetchRequest* request) override {
-    return new learner::Fetch(*request, publisher_, log_);  // deletes itself in OnDone
+    return new learner::Fetch(*request, publisher_, origin_, log_);  // deletes itself in OnDone
   }
 
  private:
   Publisher& publisher_;
+  const WeightsOrigin origin_;
   Logger log_;
 };
 
 }  // namespace
 
 struct WeightsServer::Impl {
-  Impl(Publisher& weights, Logger log) : publisher(weights), service(weights, std::move(log)) {}
+  Impl(Publisher& weights, WeightsOrigin origin, Logger log)
+      : publisher(weights), service(weights, std::move(origin), std::move(log)) {}
   Publisher& publisher;
   WeightsService service;
   rpc::Server server;
 };
 
 absl::StatusOr<std::unique_ptr<WeightsServer>> WeightsServer::start(const std::string& address,
-                                                                    Publisher& publisher, Logger log) {
-  auto impl = std::make_unique<Impl>(publisher, std::move(log));
+                                                                    Publisher& publisher, WeightsOrigin origin,
+                                                                    Logger log) {
+  auto impl = std::make_unique<Impl>(publisher, std::move(origin), std::move(log));
   ASSIGN_OR_RETURN(impl->server, rpc::serve("learner weights", address, {&impl->service}));
   return std::unique_ptr<WeightsServer>(new WeightsServer(std::move(impl)));
 }

@@ -10,13 +10,20 @@
 
 namespace slipstream::learner {
 
+// What goes with every header (weights.proto).
+struct WeightsOrigin {
+  std::string weights_id;
+  kernels::DType dtype = kernels::DType::kF32;  // of the learner's forward passes
+};
+
 // Serves until it dies; calls under way are then cut and waiting ones answered UNAVAILABLE. Thread-safe.
 class WeightsServer {
  public:
   // host:port, port 0: any free one. UNAVAILABLE: the address cannot be bound. `publisher` outlives the
   // server and is closed by its destructor.
   static absl::StatusOr<std::unique_ptr<WeightsServer>> start(const std::string& address,
-                                                              Publisher& publisher, Logger log);
+                                                              Publisher& publisher, WeightsOrigin origin,
+                                                              Logger log);
   ~WeightsServer();
 
   const std::string& address() const;  // with the bound port

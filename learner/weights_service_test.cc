@@ -29,7 +29,7 @@ class WeightsServiceTest : public ::testing::Test {
   WeightsServiceTest()
       : stream(*kernels::Stream::create_cpu(1)),
         master(*model::random_weights(model::testing::small_model(500, 640), DType::kF32, 3, *stream)),
-        server(*WeightsServer::start("127.0.0.1:0", publisher, quiet_logger())),
+        server(*WeightsServer::start("127.0.0.1:0", publisher, {.weights_id = "a run", .dtype = DType::kF32}, quiet_logger())),
         stub(v1::Weights::NewStub(rpc::dial(server->address()))) {}
 
   Fetched fetch(int32_t have, DType dtype, model::WeightStore& into, int timeout_ms = 20'000) {
@@ -168,6 +168,29 @@ TEST_F(WeightsServiceTest, EndsWaitingAndBrokenReadersAtShutdown) {
   server.reset();
   waiting.join();
   EXPECT_EQ(waited.status.error_code(), grpc::StatusCode::UNAVAILABLE) << waited.status.error_message();
+}
+
+TEST_F(WeightsServiceTest, WeightsOfAnotherRunAreRefusedAtOnce) {
+  ASSERT_TRUE(publisher.publish(1, master, *stream).ok());
+  const auto ask = [&](const std::string& weights_id, v1::WeightChunk* first) {
+    grpc::ClientContext context;
+    v1::FetchRequest request;
+    request.set_have_version(weights_id.empty() ? -1 : 20);
+    request.set_dtype("bf16");
+    request.set_weights_id(weights_id);
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(500));
+    const auto reader = stub->Fetch(&context, request);
+    while (reader->Read(first) && !first->has_trailer()) {
+      if (!first->has_header()) continue;
+      EXPECT_EQ(first->header().weights_id(), "a run");
+      EXPECT_EQ(first->header().learner_dtype(), "fp32");
+    }
+    return reader->Finish().error_code();
+  };
+  v1::WeightChunk chunk;
+  EXPECT_EQ(ask("another run", &chunk), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(ask("a run", &chunk), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_EQ(ask("", &chunk), grpc::StatusCode::OK);
 }
 
 TEST_F(WeightsServiceTest, UnknownDtypeIsNamed) {

@@ -12,12 +12,23 @@ constexpr const char* kBf16Word = "bf16";
 
 }  // namespace
 
-ModelSection ModelSection::from(ConfigNode root) {
+ModelSection ModelSection::from(ConfigNode root, const char* role) {
   ModelSection out;
   ConfigNode section = root.child("model");
   section.read("path", &out.path);
   if (out.path.empty()) section.fail("path", "missing, expected a checkpoint directory");
   section.read_choice("dtype", &out.dtype, {{kF32Word, DType::kF32}, {kBf16Word, DType::kBf16}});
+  std::string word = "cpu";
+  const auto read_device = [&](ConfigNode node) {
+    node.read("device", &word);
+    if (const auto device = kernels::parse_device(word); device.ok()) {
+      out.device = *device;
+    } else {
+      node.fail("device", std::string(device.status().message()));
+    }
+  };
+  read_device(root);
+  read_device(root.child(role));
   return out;
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/config.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 
 namespace slipstream::model {
@@ -12,7 +13,8 @@ namespace slipstream::model {
 struct ModelSection {
   std::string path;                               // checkpoint directory: policy version 0
   kernels::DType dtype = kernels::DType::kBf16;   // of the weights in forward passes: fp32 or bf16
-  static ModelSection from(ConfigNode root);      // errors are found by root.finish()
+  kernels::Device device;                         // where the role computes: `device` of its section, else of the file
+  static ModelSection from(ConfigNode root, const char* role);  // errors are found by root.finish()
 };
 
 // Users' and peers' word for a dtype of weights. InvalidArgument: `"fp16", expected fp32 or bf16`.

@@ -64,6 +64,24 @@ struct ReplayEncoder::Impl {
   }
 };
 
+Choices choices_on_host(const Choices& choices, kernels::Stream& stream, kernels::Arena& arena) {
+  if (!stream.on_cuda()) return choices;
+  const auto copy = [&](const Tensor& from) {
+    if (from.empty()) return Tensor();
+    std::vector<int64_t> shape;
+    for (int dim = 0; dim < from.rank(); ++dim) shape.push_back(from.size(dim));
+    const Tensor to = arena.alloc(from.dtype(), shape);
+    stream.download(from, to.raw());
+    return to;
+  };
+  Choices out;
+  for (const LayerReplay& layer : choices) {
+    out.push_back({.experts = copy(layer.experts),
+                   .selection = {.indices = copy(layer.selection.indices), .counts = copy(layer.selection.counts)}});
+  }
+  return out;
+}
+
 ReplayEncoder::ReplayEncoder(const ReplayLayout& layout, ReplayKinds kinds, int64_t first_row)
     : impl_(new Impl{.layout = layout,
                      .kinds = kinds,

@@ -48,6 +48,9 @@ struct ReplayKinds {
   bool any() const { return experts || selections; }
 };
 
+// What a pass on the stream's device captured, in host memory: as it is on the CPU, else copied to `arena`, which is there.
+Choices choices_on_host(const Choices& choices, kernels::Stream& stream, kernels::Arena& arena);
+
 // Takes the rows of one sequence as passes compute them; a row's work depends on index_topk, not on its
 // position.
 class ReplayEncoder {

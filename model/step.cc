@@ -3,6 +3,7 @@
 #include "kernels/add/add.h"
 #include "kernels/copy/copy.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/moe_dispatch/moe_dispatch.h"
 #include "kernels/rmsnorm/rmsnorm.h"
 
 namespace slipstream::model {
@@ -17,6 +18,12 @@ Tensor Step::upload(const std::vector<float>& values) {
   const Tensor t = island({static_cast<int64_t>(values.size())});
   stream.upload(values.data(), t);
   return t;
+}
+
+Tensor gather_rows(Step& step, const Tensor& x, const std::vector<int32_t>& rows) {
+  const Tensor out = step.alloc({static_cast<int64_t>(rows.size()), x.size(1)});
+  kernels::launch(kernels::MoeGather{.x = x, .row_token = step.upload(rows), .rows = out}, step.stream);
+  return out;
 }
 
 Tensor panels_of(Step& step, const Tensor& w) {

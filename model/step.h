@@ -29,6 +29,14 @@ struct Step {
   Tensor upload(const std::vector<float>& values);
 };
 
+// What activations are on this stream when the weights' matrices are of `weights`: kernels on the CPU compute in f32.
+inline kernels::DType activation_dtype(const kernels::Stream& stream, kernels::DType weights) {
+  return stream.on_cuda() ? weights : kernels::DType::kF32;
+}
+
+// The rows of x [T, H] that `rows` names, in its order; -1: a row of zeros.
+Tensor gather_rows(Step& step, const Tensor& x, const std::vector<int32_t>& rows);
+
 // w's panels, for a product x wᵀ; absent when the step has none.
 Tensor panels_of(Step& step, const Tensor& w);
 // y = x wᵀ (+ bias). x [T, K], w [N x K], y [T, N].

@@ -277,16 +277,32 @@ absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kern
   };
   ASSIGN_OR_RETURN(WeightStore copy, create(config, with_mtp_, dtype_of, stream.device()));
   copy.dtype_ = dtype_;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (!entries_[i].tensor.empty()) stream.upload(entries_[i].tensor.raw(), copy.entries_[i].tensor);
-  }
+  upload_to(copy, stream);
   return copy;
 }
 
-void WeightStore::zero() {
+void WeightStore::upload_to(const WeightStore& device, kernels::Stream& stream) const {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!entries_[i].tensor.empty()) stream.upload(entries_[i].tensor.raw(), device.entries_[i].tensor);
+  }
+}
+
+void WeightStore::download_from(const WeightStore& device, kernels::Stream& stream) const {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (!entries_[i].tensor.empty()) stream.download(device.entries_[i].tensor, entries_[i].tensor.raw());
+  }
+}
+
+void WeightStore::zero() const {
   CHECK(arena_.device().kind == kernels::DeviceKind::kCpu);
   for (const Entry& entry : entries_) {
     if (!entry.tensor.empty()) std::memset(entry.tensor.raw(), 0, static_cast<size_t>(entry.tensor.bytes()));
+  }
+}
+
+void WeightStore::zero(kernels::Stream& stream) const {
+  for (const Entry& entry : entries_) {
+    if (!entry.tensor.empty()) stream.zero(entry.tensor);
   }
 }
 

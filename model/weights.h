@@ -152,8 +152,11 @@ class WeightStore {
   static absl::StatusOr<WeightStore> create_gradients(const ModelConfig& config, bool with_mtp,
                                                       bool train_frozen = false);
 
-  // The same tensors on the stream's device, with their values.
+  // The same tensors on the stream's device, with their values. `this` is on the CPU.
   absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream) const;
+  // The values alone, to a store that copy_to() made, and back from one.
+  void upload_to(const WeightStore& device, kernels::Stream& stream) const;
+  void download_from(const WeightStore& device, kernels::Stream& stream) const;
 
   ModelWeights& tensors() { return weights_; }
   const ModelWeights& tensors() const { return weights_; }
@@ -165,7 +168,9 @@ class WeightStore {
   const std::vector<Entry>& entries() const { return entries_; }
   bool with_mtp() const { return with_mtp_; }
   kernels::DType dtype() const { return dtype_; }
-  void zero();  // every tensor, for the next step's gradients; on the CPU
+  // Every tensor, for the next step's gradients; without a stream on the CPU.
+  void zero() const;
+  void zero(kernels::Stream& stream) const;
 
  private:
   explicit WeightStore(kernels::Arena arena) : arena_(std::move(arena)) {}

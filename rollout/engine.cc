@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels/sampling/sampling.h"
+#include "model/host_values.h"
 
 namespace slipstream::rollout {
 namespace {
@@ -12,6 +13,7 @@ using kernels::Tensor;
 
 // Address space for one pass, touched as needed.
 constexpr int64_t kArenaBytes = int64_t{1} << 36;
+constexpr int64_t kHostArenaBytes = int64_t{1} << 34;
 // How long the engine sleeps with nothing to do; each wake-up checks deadlines.
 constexpr absl::Duration kNap = absl::Milliseconds(50);
 
@@ -42,19 +44,24 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
   std::unique_ptr<Engine> out(
       new Engine(engine, config, std::move(weights), policy_version, metrics, std::move(log)));
   out->on_diverged_ = std::move(on_diverged);
-  ASSIGN_OR_RETURN(out->stream_, kernels::Stream::create_cpu(engine.threads));
+  ASSIGN_OR_RETURN(out->stream_, kernels::Stream::create(engine.device, engine.threads));
   ASSIGN_OR_RETURN(out->model_, model::Model::create(config));
   ASSIGN_OR_RETURN(out->cache_,
                    model::Cache::create(config, {.tokens = engine.cache_tokens,
                                                  .sequences = engine.max_running + engine.prefix_sessions_max,
-                                                 .dtype = dtype}));
+                                                 .dtype = dtype},
+                                        out->stream_.get()));
   const SchedulerLimits limits{.max_running = engine.max_running,
                                .step_tokens_max = engine.step_tokens_max,
                                .prefix_sessions_max = engine.prefix_sessions_max};
   out->scheduler_ = std::make_unique<Scheduler>(limits, engine.on_update, *out->cache_);
-  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(kArenaBytes));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(engine.device, kArenaBytes));
   out->arena_ = std::make_unique<kernels::Arena>(std::move(arena));
-  if (engine.weight_panels) {
+  ASSIGN_OR_RETURN(kernels::Arena host_arena, kernels::Arena::create_cpu(kHostArenaBytes));
+  out->host_arena_ = std::make_unique<kernels::Arena>(std::move(host_arena));
+  if (out->stream_->on_cuda()) {
+    ASSIGN_OR_RETURN(out->on_device_, out->weights_->copy_to(config, *out->stream_));
+  } else if (engine.weight_panels) {
     ASSIGN_OR_RETURN(out->panels_, model::WeightPanels::create(*out->weights_));
   }
   out->publish_status();
@@ -218,6 +225,7 @@ bool Engine::take_commands(bool busy, std::deque<Command>* commands) {
 }
 
 void Engine::run() noexcept {
+  stream_->adopt();
   bool busy = false;
   std::deque<Command> commands;
   while (true) {
@@ -249,6 +257,7 @@ void Engine::swap_weights(Weights weights, int32_t policy_version, absl::Time si
   CHECK(weights->dtype() == weights_->dtype() && weights->entries().size() == weights_->entries().size());
   weights_ = std::move(weights);
   if (panels_) panels_->follow(*weights_);
+  if (on_device_) weights_->upload_to(*on_device_, *stream_);
   policy_version_ = policy_version;
   scheduler_->weights_changed();
   const double seconds = absl::ToDoubleSeconds(absl::Now() - since);
@@ -273,7 +282,7 @@ void Engine::expire(absl::Time now) {
 }
 
 void Engine::step(const std::vector<Piece>& pieces) {
-  const kernels::ArenaScope scope(*arena_);
+  const kernels::ArenaScope scope(*arena_), host_scope(*host_arena_);
   model::Batch batch;
   bool capture = false;
   for (const Piece& piece : pieces) {
@@ -290,10 +299,12 @@ void Engine::step(const std::vector<Piece>& pieces) {
   const absl::StatusOr<model::PreparedBatch> prepared =
       model::prepare_batch(model_config_, batch, cache_.get(), *arena_, *stream_);
   CHECK_OK(prepared.status());  // requests were checked, room was reserved
-  model::Step step{*stream_, *arena_, *prepared, panels_ ? &*panels_ : nullptr};
+  model::Step step{*stream_, *arena_, *prepared, panels_ ? &*panels_ : nullptr,
+                   model::activation_dtype(*stream_, weights_->dtype())};
   model::Choices choices;
-  const Tensor hidden = model_->forward(weights_->tensors(), step, nullptr,
-                                        {.replay = nullptr, .capture = capture ? &choices : nullptr});
+  const Tensor hidden =
+      model_->forward(weights(), step, nullptr, {.replay = nullptr, .capture = capture ? &choices : nullptr});
+  choices = model::choices_on_host(choices, *stream_, *host_arena_);
   int64_t row = 0;
   for (const Piece& piece : pieces) {
     for (int64_t i = 0; i < piece.count; ++i, ++row) {
@@ -306,45 +317,42 @@ void Engine::step(const std::vector<Piece>& pieces) {
 // Draws a token for every piece that ends its ids. Marks all pieces as stored.
 void Engine::sample(const std::vector<Piece>& pieces, const Tensor& hidden, model::Step& step) {
   std::vector<Generation*> drawing;
-  std::vector<int64_t> rows;
+  std::vector<int32_t> rows;
   int64_t row = 0;
   for (const Piece& piece : pieces) {
     row += piece.count;
     if (piece.samples()) {
       drawing.push_back(piece.generation);
-      rows.push_back(row - 1);
+      rows.push_back(static_cast<int32_t>(row - 1));
     }
     Scheduler::stored(piece, policy_version_);
   }
   if (drawing.empty()) return;
   const int64_t count = static_cast<int64_t>(drawing.size());
-  const Tensor last = step.alloc({count, hidden.size(1)});
   std::vector<kernels::SamplingRow> sampling;
-  for (int64_t i = 0; i < count; ++i) {
-    std::copy_n(hidden.row(rows[static_cast<size_t>(i)]), hidden.size(1), last.row(i));
-    const Generation& g = *drawing[static_cast<size_t>(i)];
-    const Sampling& s = g.request.sampling;
+  for (const Generation* g : drawing) {
+    const Sampling& s = g->request.sampling;
     sampling.push_back({.temperature = s.temperature,
                         .top_k = s.top_k,
                         .top_p = s.top_p,
                         .min_p = s.min_p,
                         .seed = s.seed,
-                        .counter = static_cast<uint64_t>(g.tokens())});
+                        .counter = static_cast<uint64_t>(g->tokens())});
   }
-  const Tensor logits = model_->logits(weights_->tensors(), last, step);
-  const Tensor ids = step.ints({count}), logprobs = step.alloc({count}), truncated = step.ints({count});
+  const Tensor logits = model_->logits(weights(), gather_rows(step, hidden, rows), step);
+  const Tensor tokens = step.ints({count}), token_logprobs = step.island({count}), truncations = step.ints({count});
   kernels::launch(kernels::Sampling{.logits = logits,
                                     .rows = sampling.data(),
-                                    .tokens = ids,
-                                    .logprob = logprobs,
-                                    .truncated = truncated},
+                                    .tokens = tokens,
+                                    .logprob = token_logprobs,
+                                    .truncated = truncations},
                   *stream_);
+  const auto ids = model::host_values<int32_t>(tokens, *stream_), truncated = model::host_values<int32_t>(truncations, *stream_);
+  const auto logprobs = model::host_values<float>(token_logprobs, *stream_);
   const absl::Time now = absl::Now();
   metrics_.add(metric::kGeneratedTokens, static_cast<double>(count), {config_.worker_id});
   generated_tokens_ += count;
-  for (int64_t i = 0; i < count; ++i) {
-    deliver(*drawing[static_cast<size_t>(i)], ids.i32()[i], logprobs.f32()[i], truncated.i32()[i] != 0, now);
-  }
+  for (size_t i = 0; i < drawing.size(); ++i) deliver(*drawing[i], ids[i], logprobs[i], truncated[i] != 0, now);
 }
 
 void Engine::deliver(Generation& g, int32_t id, float logprob, bool truncated, absl::Time now) {

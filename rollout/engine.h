@@ -25,14 +25,15 @@ namespace slipstream::rollout {
 
 struct EngineConfig {
   std::string worker_id = "worker-0";  // the label of its metrics
-  int threads = 2;
+  kernels::Device device = {};       // where it computes
+  int threads = 2;                   // on the CPU
   int64_t max_running = 64;          // sequences in a forward pass
   int64_t waiting_max = 1024;        // requests beyond those
   int64_t step_tokens_max = 512;     // rows of a forward pass, >= max_running
   int64_t cache_tokens = 65536;      // rows of the cache, over all sequences
   int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
-  bool weight_panels = true;  // a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
+  bool weight_panels = true;  // CPU: a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
 };
 
 struct EngineStatus {
@@ -95,6 +96,7 @@ class Engine {
   bool take_commands(bool busy, std::deque<Command>* commands) ABSL_LOCKS_EXCLUDED(mutex_);
   void swap_weights(Weights weights, int32_t policy_version, absl::Time since);
   void expire(absl::Time now);
+  const model::ModelWeights& weights() const { return on_device_ ? on_device_->tensors() : weights_->tensors(); }
   void step(const std::vector<Piece>& pieces);
   void sample(const std::vector<Piece>& pieces, const kernels::Tensor& hidden, model::Step& step);
   void deliver(Generation& generation, int32_t id, float logprob, bool truncated, absl::Time now);
@@ -117,8 +119,10 @@ class Engine {
   std::unique_ptr<model::Model> model_;
   std::unique_ptr<model::Cache> cache_;
   std::unique_ptr<Scheduler> scheduler_;
-  std::unique_ptr<kernels::Arena> arena_;
-  Weights weights_;
+  std::unique_ptr<kernels::Arena> arena_;       // of a pass, on the device
+  std::unique_ptr<kernels::Arena> host_arena_;  // what is fetched from it
+  Weights weights_;                             // in host memory
+  std::optional<model::WeightStore> on_device_;  // the same on a GPU: passes read these
   std::optional<model::WeightPanels> panels_;  // of weights_
   int32_t policy_version_ = 0;
   int32_t diverged_version_ = -1;  // the last one that gave logits that are no numbers

@@ -92,9 +92,17 @@ absl::Status WeightReceiver::fetch(std::stop_token stop, Progress* progress) {
   int32_t policy_version = 0;
   absl::Time since;
   WeightsClient::Handler handler;
-  handler.header = [&](int32_t version, const model::WeightStreamHeader& header) -> absl::Status {
+  std::string weights_id;
+  handler.header = [&](const WeightsClient::Origin& origin, const model::WeightStreamHeader& header) -> absl::Status {
     progress->began = true;
     since = absl::Now();
+    const int32_t version = origin.policy_version;
+    if (origin.learner_dtype != dtype_) {
+      progress->foreign = true;
+      return absl::FailedPreconditionError(absl::StrCat("model.dtype: the learner computes in ", origin.learner_dtype,
+                                                        ", this worker in ", dtype_, "; expected the same"));
+    }
+    weights_id = origin.weights_id;
     if (version <= policy_version_) {
       return absl::FailedPreconditionError(
           absl::StrCat("weight stream: policy_version: ", version, ", expected more than ", policy_version_));
@@ -115,8 +123,12 @@ absl::Status WeightReceiver::fetch(std::stop_token stop, Progress* progress) {
   const WeightsClient::Ask ask{.worker_id = config_.worker_id,
                                .have_version = policy_version_,
                                .dtype = dtype_,
+                               .weights_id = weights_id_,
                                .deadline = absl::Now() + config_.poll};
-  RETURN_IF_ERROR(client_.fetch(ask, stop, handler));
+  const absl::Status status = client_.fetch(ask, stop, handler);
+  if (absl::IsFailedPrecondition(status) && !progress->began) progress->foreign = true;
+  RETURN_IF_ERROR(status);
+  weights_id_ = weights_id;
   engine_.offer_weights(std::move(store), policy_version, since);
   policy_version_ = policy_version;
   return absl::OkStatus();

@@ -21,7 +21,7 @@ struct WeightReceiverConfig {
   absl::Duration poll = absl::Seconds(120);
   absl::Duration retry_min = absl::Milliseconds(100);
   absl::Duration retry_max = absl::Seconds(5);
-  // The learner's weights are of another model: no later ones will fit, and none are asked for any more.
+  // The learner's weights are of another model, dtype or run: no later ones will fit, and none are asked for any more.
   std::function<void(absl::Status)> on_failure = nullptr;
 };
 
@@ -42,7 +42,7 @@ class WeightReceiver {
   void run(std::stop_token stop) noexcept;
   struct Progress {
     bool began = false;
-    bool foreign = false;  // weights of another model
+    bool foreign = false;  // weights of another model, dtype or run
   };
   absl::Status fetch(std::stop_token stop, Progress* progress);
 
@@ -50,6 +50,7 @@ class WeightReceiver {
   const std::shared_ptr<Pool> pool_;
   const std::string dtype_;
   int32_t policy_version_;
+  std::string weights_id_;
   Engine& engine_;
   Metrics& metrics_;
   Logger log_;

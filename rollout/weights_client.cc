@@ -23,7 +23,10 @@ absl::Status take(const v1::WeightChunk& chunk, Stage* stage, const WeightsClien
   if (chunk.has_header() && *stage == Stage::kHeader) {
     *stage = Stage::kPieces;
     const v1::WeightHeader& header = chunk.header();
-    return handler.header(header.policy_version(), {.num_bytes = header.num_bytes(),
+    return handler.header({.policy_version = header.policy_version(),
+                           .weights_id = header.weights_id(),
+                           .learner_dtype = header.learner_dtype()},
+                          {.num_bytes = header.num_bytes(),
                                                     .num_tensors = header.num_tensors(),
                                                     .shape_hash = header.shape_hash()});
   }
@@ -49,6 +52,7 @@ absl::Status WeightsClient::fetch(const Ask& ask, std::stop_token stop, const Ha
   request.set_worker_id(ask.worker_id);
   request.set_have_version(ask.have_version);
   request.set_dtype(ask.dtype);
+  request.set_weights_id(ask.weights_id);
   const std::unique_ptr<grpc::ClientReader<v1::WeightChunk>> reader = impl_->stub->Fetch(&context, request);
   Stage stage = Stage::kHeader;
   absl::Status taken;

@@ -17,9 +17,15 @@ class WeightsClient {
   explicit WeightsClient(const std::string& address);
   ~WeightsClient();
 
+  // What the weights are: the fields of weights.proto's header.
+  struct Origin {
+    int32_t policy_version = 0;
+    std::string weights_id;
+    std::string learner_dtype;
+  };
   // What a stream brings, in this order. An error ends the call and is returned.
   struct Handler {
-    std::function<absl::Status(int32_t policy_version, const model::WeightStreamHeader& header)> header;
+    std::function<absl::Status(const Origin& origin, const model::WeightStreamHeader& header)> header;
     std::function<absl::Status(const model::WeightPiece& piece)> piece;
     std::function<absl::Status(uint32_t crc32c)> trailer;
   };
@@ -27,6 +33,7 @@ class WeightsClient {
     std::string worker_id;
     int32_t have_version = 0;
     std::string dtype;
+    std::string weights_id;
     absl::Time deadline;
   };
   // Blocks until the stream ends, the deadline passes (DEADLINE_EXCEEDED) or stop is requested (CANCELLED).

@@ -25,9 +25,10 @@ struct Worker::Impl {
 
 Worker::Config Worker::Config::from(ConfigNode root) {
   Config c;
-  c.model = model::ModelSection::from(root);
+  c.model = model::ModelSection::from(root, "rollout");
   ConfigNode rollout = root.child("rollout");
-  rollout.read_name("worker_id", &c.engine.worker_id);
+  rollout.read("worker_id", &c.engine.worker_id);
+  if (const std::string problem = file_name_problem(c.engine.worker_id); !problem.empty()) rollout.fail("worker_id", problem);
   rollout.read_address("address", &c.address, 0);
   rollout.read("advertised_host", &c.advertised_host);
   if (!c.advertised_host.empty() && !address_problem(c.advertised_host + ":1", 1).empty()) {
@@ -66,9 +67,11 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
                    kernels::Stream::create_cpu(config.engine.threads));
   ASSIGN_OR_RETURN(model::LoadedWeights loaded,
                    model::load_weights(config.model.path, config.model.dtype, *stream));
+  EngineConfig engine = config.engine;
+  engine.device = config.model.device;
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   ASSIGN_OR_RETURN(impl->engine,
-                   Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
+                   Engine::create(engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
   ASSIGN_OR_RETURN(impl->service, WorkerService::start(config.address, *impl->engine, log));
   const auto foreign = [path = config.model.path, on_failure](const absl::Status& status) {
     if (!on_failure) return;

@@ -101,7 +101,7 @@ for role in run gateway rollout learner; do
   expect_error 1 'key.yaml:4: rl.max_stalenes' "$slipstream" $role -c "$work/key.yaml"
   expect_error 1 'value.yaml:4: rl.group_size: "many", expected an integer' "$slipstream" $role -c "$work/value.yaml"
   expect_error 1 'environments: missing, expected at least one' "$slipstream" $role -c "$work/none.yaml"
-  expect_error 1 'max_staleness: unknown key, expected one of: chat, environments' "$slipstream" $role -c "$work/job.yaml" --set max_staleness=1
+  expect_error 1 'max_staleness: unknown key, expected one of: chat, device, environments' "$slipstream" $role -c "$work/job.yaml" --set max_staleness=1
   expect_error 1 '\-\-set rl: expected section.key=value' "$slipstream" $role -c "$work/job.yaml" --set rl
   expect_error 2 'config' "$slipstream" $role
 done

@@ -1,5 +1,6 @@
 #include "kernels/cuda/runtime.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "kernels/cuda/check.h"
@@ -14,6 +15,28 @@ absl::StatusOr<void*> allocated(cudaError_t error, void* memory, int64_t bytes, 
   return absl::ResourceExhaustedError(absl::StrCat("cannot allocate ", bytes, " bytes of ", where, ": ",
                                                    cudaGetErrorString(error)));
 }
+
+// The driver's functions come through the runtime: a binary linked to libcuda would not start on a machine without it.
+template <class Function>
+Function* driver(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
+  CHECK(found == cudaDriverEntryPointSuccess);
+  return reinterpret_cast<Function*>(function);
+}
+
+void check_driver(CUresult result, const char* what) {
+  if (result == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  static auto* const describe = driver<decltype(cuGetErrorString)>("cuGetErrorString");
+  describe(result, &text);
+  check_failed("CUDA", 0, std::string(what) + ": " + (text != nullptr ? text : "unknown error"));
+}
+
+constexpr int64_t kGrowth = int64_t{1} << 27;  // a multiple of any page size
+
+int64_t round_up(int64_t bytes) { return (bytes + kGrowth - 1) / kGrowth * kGrowth; }
 
 }  // namespace
 
@@ -40,6 +63,47 @@ absl::StatusOr<void*> allocate_pinned(int64_t bytes) {
   void* memory = nullptr;
   const cudaError_t error = cudaMallocHost(&memory, static_cast<size_t>(bytes));
   return allocated(error, memory, bytes, "pinned memory");
+}
+
+absl::StatusOr<GrowingRange> reserve_range(int64_t bytes) {
+  const int64_t capacity = round_up(bytes);
+  CUdeviceptr base = 0;
+  check_cuda(cudaFree(nullptr), "create a context");
+  const CUresult result =
+      driver<decltype(cuMemAddressReserve)>("cuMemAddressReserve")(&base, static_cast<size_t>(capacity), 0, 0, 0);
+  if (result != CUDA_SUCCESS) {
+    return absl::ResourceExhaustedError(absl::StrCat("cannot reserve ", capacity, " bytes of device addresses: CUDA error ",
+                                                     static_cast<int>(result)));
+  }
+  return GrowingRange{reinterpret_cast<char*>(base), bytes, 0};
+}
+
+void grow_range(GrowingRange* range, int64_t bytes, int32_t device) {
+  CHECK_LE(bytes, range->capacity);
+  if (bytes <= range->backed) return;
+  const size_t count = static_cast<size_t>(round_up(bytes) - range->backed);
+  const CUdeviceptr begin = reinterpret_cast<CUdeviceptr>(range->base + range->backed);
+  const CUmemLocation where{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+  CUmemAllocationProp property{};
+  property.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  property.location = where;
+  CUmemGenericAllocationHandle memory = 0;
+  const std::string what = absl::StrCat("allocate ", count, " bytes of device memory beside ", range->backed);
+  check_driver(driver<decltype(cuMemCreate)>("cuMemCreate")(&memory, count, &property, 0), what.c_str());
+  check_driver(driver<decltype(cuMemMap)>("cuMemMap")(begin, count, 0, memory, 0), "map device memory");
+  check_driver(driver<decltype(cuMemRelease)>("cuMemRelease")(memory), "hand device memory to its mapping");
+  const CUmemAccessDesc access{.location = where, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  check_driver(driver<decltype(cuMemSetAccess)>("cuMemSetAccess")(begin, count, &access, 1), "open device memory");
+  range->backed += static_cast<int64_t>(count);
+}
+
+void release_range(GrowingRange* range) {
+  const CUdeviceptr base = reinterpret_cast<CUdeviceptr>(range->base);
+  // Unmapping does not wait for kernels as cudaFree does; a driver that is gone already has no say.
+  if (cudaDeviceSynchronize() != cudaSuccess) return;
+  if (range->backed > 0) driver<decltype(cuMemUnmap)>("cuMemUnmap")(base, static_cast<size_t>(range->backed));
+  driver<decltype(cuMemAddressFree)>("cuMemAddressFree")(base, static_cast<size_t>(round_up(range->capacity)));
+  *range = {};
 }
 
 // At the end of the process the driver may be gone already: its errors no longer matter.

@@ -15,6 +15,18 @@ absl::Status select_device(int32_t index);
 absl::StatusOr<void*> allocate(int64_t bytes);
 absl::StatusOr<void*> allocate_pinned(int64_t bytes);  // host memory that the device copies from at full speed
 void release(void* device_memory);
+
+// Device addresses without memory behind them, which it gets from the front as it is needed: how much a pass takes is known
+// once it ran. Growing costs a driver call of some milliseconds and happens only at a new high-water mark. Dies when the
+// device has no more.
+struct GrowingRange {
+  char* base = nullptr;
+  int64_t capacity = 0;  // bytes of addresses
+  int64_t backed = 0;    // of them with memory
+};
+absl::StatusOr<GrowingRange> reserve_range(int64_t bytes);  // of the thread's device
+void grow_range(GrowingRange* range, int64_t bytes, int32_t device);  // to at least so many bytes
+void release_range(GrowingRange* range);
 void release_pinned(void* memory);
 
 absl::StatusOr<void*> create_stream();  // a cudaStream_t

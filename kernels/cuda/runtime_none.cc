@@ -12,10 +12,13 @@ absl::Status none() { return absl::UnimplementedError("this build has no CUDA: c
 absl::Status select_device(int32_t) { return none(); }
 absl::StatusOr<void*> allocate(int64_t) { return none(); }
 absl::StatusOr<void*> allocate_pinned(int64_t) { return none(); }
+absl::StatusOr<GrowingRange> reserve_range(int64_t) { return none(); }
 absl::StatusOr<void*> create_stream() { return none(); }
 // Nothing was ever handed out.
 void release(void*) { CHECK(false); }
 void release_pinned(void*) { CHECK(false); }
+void grow_range(GrowingRange*, int64_t, int32_t) { CHECK(false); }
+void release_range(GrowingRange*) { CHECK(false); }
 void destroy_stream(void*) { CHECK(false); }
 void synchronize(void*) { CHECK(false); }
 void copy(void*, const void*, int64_t, void*) { CHECK(false); }

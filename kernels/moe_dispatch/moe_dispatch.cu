@@ -79,8 +79,11 @@ __global__ void place_entries(Rows<const int32_t> experts, int64_t entries, int6
 template <class X>
 __global__ void gather_rows(Rows<const X> x, const int32_t* row_token, Rows<X> rows, int64_t width, bool whole) {
   const int64_t row = blockIdx.x;
-  const X* const from = x[row_token[row]];
-  for_fours(width, [&](int64_t i, int64_t count) { store_run(rows[row] + i, load_run(from + i, count, whole), count, whole); });
+  const int32_t token = row_token[row];
+  for_fours(width, [&](int64_t i, int64_t count) {
+    const float4 run = token < 0 ? float4{} : load_run(x[token] + i, count, whole);
+    store_run(rows[row] + i, run, count, whole);
+  });
 }
 
 // y[t] += sum over slots, ascending, of weight * rows[slot_row[t, slot]]; without weights they are 1.

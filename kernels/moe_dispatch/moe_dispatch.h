@@ -17,7 +17,7 @@ struct MoePlan {
 
 struct MoeGather {
   Tensor x;          // in   [T, H] f32
-  Tensor row_token;  // in   [R] i32
+  Tensor row_token;  // in   [R] i32; -1: a row of zeros
   Tensor rows;       // out  [R, H] f32
 };
 

@@ -46,6 +46,14 @@ TEST_P(MoeDispatchCudaTest, EqualsReference) {
   reference(expected_gather);
   expect_close(gather.rows, expected_gather.rows);
 
+  const Tensor some = host.copy(expected.row_token);
+  for (int64_t r = 0; r < rows; r += 5) some.i32()[r] = -1;  // a row of zeros
+  const MoeGather spread{.x = gather.x, .row_token = device.copy(some), .rows = device.output(dtype, {rows, c.hidden})};
+  const MoeGather expected_spread{.x = x, .row_token = some, .rows = host.output(kF32, {rows, c.hidden})};
+  launch(spread, cuda_stream());
+  reference(expected_spread);
+  expect_close(spread.rows, expected_spread.rows);
+
   const Tensor before = random_as(host, dtype, {c.tokens, c.hidden});
   const MoeCombine combine{.rows = gather.rows, .weights = device.copy(weights), .slot_row = plan.slot_row,
                            .y = device.copy(before, dtype)};

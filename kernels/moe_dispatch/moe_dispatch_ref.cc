@@ -83,7 +83,8 @@ void reference(const MoePlan& args) {
 void reference(const MoeGather& args) {
   CHECK_OK(validate(args));
   for (int64_t r = 0; r < args.rows.size(0); ++r) {
-    for (int64_t i = 0; i < args.x.size(1); ++i) args.rows.row(r)[i] = args.x.row(args.row_token.i32()[r])[i];
+    const int32_t token = args.row_token.i32()[r];
+    for (int64_t i = 0; i < args.x.size(1); ++i) args.rows.row(r)[i] = token < 0 ? 0.0f : args.x.row(token)[i];
   }
 }
 

@@ -146,8 +146,13 @@ void launch(const MoeGather& args, Stream& stream) {
   stream.parallel_for(args.rows.size(0), task_rows(hidden), [&](int64_t begin, int64_t end, Worker&) {
     for (int64_t r = begin; r < end; ++r) {
       const int32_t token = args.row_token.i32()[r];
-      CHECK(token >= 0 && token < tokens);
-      std::memcpy(args.rows.row(r), args.x.row(token), static_cast<size_t>(hidden) * sizeof(float));
+      CHECK(token >= -1 && token < tokens);
+      const size_t bytes = static_cast<size_t>(hidden) * sizeof(float);
+      if (token < 0) {
+        std::memset(args.rows.row(r), 0, bytes);
+      } else {
+        std::memcpy(args.rows.row(r), args.x.row(token), bytes);
+      }
     }
   });
 }

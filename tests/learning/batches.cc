@@ -121,10 +121,10 @@ TrainingBatch training_batch(const v1::Batch& message, const model::ModelConfig&
 Bench::Bench(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, int threads,
              parallel::Group& group) {
   stream = *kernels::Stream::create_cpu(threads);
-  absl::StatusOr<PolicyWeights> loaded = PolicyWeights::load(dir, dtype, *stream);
+  absl::StatusOr<PolicyWeights> loaded = PolicyWeights::load(dir, dtype, *stream, *stream);
   CHECK_OK(loaded.status());
   weights = std::make_unique<PolicyWeights>(*std::move(loaded));
-  absl::StatusOr<std::unique_ptr<Trainer>> made = Trainer::create(*weights, options, group, *stream);
+  absl::StatusOr<std::unique_ptr<Trainer>> made = Trainer::create(*weights, options, group, *stream, *stream);
   CHECK_OK(made.status());
   trainer = *std::move(made);
 }

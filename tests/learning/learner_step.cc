@@ -43,13 +43,13 @@ absl::Status run(const std::string& config_path, const std::string& batch_path, 
   RETURN_IF_ERROR(root.finish());
   ASSIGN_OR_RETURN(const v1::Batch message, read_batch(batch_path));
   ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create_cpu(config.threads > 0 ? config.threads : 2));
-  ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(config.model.path, config.model.dtype, *stream));
+  ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(config.model.path, config.model.dtype, *stream, *stream));
   ASSIGN_OR_RETURN(const auto trainer, Trainer::create(weights,
                                                        {.loss = config.loss,
                                                         .optimizer = config.optimizer,
                                                         .micro_batch_tokens = config.micro_batch_tokens,
                                                         .recompute = config.recompute},
-                                                       parallel::self_group(), *stream));
+                                                       parallel::self_group(), *stream, *stream));
   ASSIGN_OR_RETURN(const Logger log, make_logger("learner_step", ""));
   const TrainingBatch batch = make_training_batch(message,
                                                   {.vocab = weights.config().vocab,

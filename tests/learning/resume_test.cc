@@ -89,7 +89,7 @@ TEST_F(CheckpointTest, ResumingEqualsNotStopping) {
         ASSERT_TRUE(state.ok()) << state.status();
         Bench resumed(*found, {}, dtype);
         ASSERT_TRUE(Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(),
-                                         *resumed.stream)
+                                         *resumed.stream, *resumed.stream)
                         .ok());
         EXPECT_EQ(testing::master_bytes(*resumed.weights), testing::master_bytes(*going.weights));
         for (uint64_t i = 3; i < 6; ++i) {
@@ -169,7 +169,7 @@ TEST_F(CheckpointTest, CrashAtEveryPointLeavesOneOfTheTwo) {
     EXPECT_EQ(state->step, point == "remove old" ? 2 : 1) << point;
     Bench resumed(*found);
     EXPECT_TRUE(
-        Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream)
+        Checkpoints::restore(*found, *state, *resumed.weights, resumed.trainer->optimizer(), *resumed.stream, *resumed.stream)
             .ok())
         << point;
   }
@@ -200,7 +200,7 @@ TEST_F(CheckpointTest, MissingLatestFallsBackDamageDoesNot) {
   EXPECT_EQ(Checkpoints::read_state(one).status().message(),
             one + "/learner.json: format: 9, expected an integer in [2, 2]");
   fs::resize_file(one + "/model.safetensors", 1000);
-  const absl::Status cut = PolicyWeights::load(one, kernels::DType::kF32, *bench.stream).status();
+  const absl::Status cut = PolicyWeights::load(one, kernels::DType::kF32, *bench.stream, *bench.stream).status();
   EXPECT_FALSE(cut.ok());
   EXPECT_NE(cut.message().find("model.safetensors"), absl::string_view::npos) << cut;
 }
@@ -287,7 +287,7 @@ TEST_F(CheckpointTest, MissingOptimizerIsNamed) {
   EXPECT_EQ(state.optimizer_updates, 1);
   fs::remove_all(one + "/optimizer");
   const absl::Status missing =
-      Checkpoints::restore(one, state, *bench.weights, bench.trainer->optimizer(), *bench.stream);
+      Checkpoints::restore(one, state, *bench.weights, bench.trainer->optimizer(), *bench.stream, *bench.stream);
   EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
   EXPECT_NE(missing.message().find("optimizer"), absl::string_view::npos) << missing;
 }

@@ -39,7 +39,7 @@ const std::string& checkpoint() {
 // Serves weights by a script: what goes wrong with each of the first calls.
 class FakeLearner : public v1::Weights::Service {
  public:
-  enum class Fault { kCut, kFlipped, kForeign, kNoHeader };
+  enum class Fault { kCut, kFlipped, kForeign, kNoHeader, kOtherDtype, kOtherRun };
   explicit FakeLearner(std::vector<Fault> faults) : faults_(std::move(faults)) {
     server_ = *rpc::serve("learner", "127.0.0.1:0", {this});
   }
@@ -73,12 +73,15 @@ class FakeLearner : public v1::Weights::Service {
       if (static_cast<size_t>(calls_) < faults_.size()) fault = faults_[static_cast<size_t>(calls_)];
       ++calls_;
     }
+    if (fault == Fault::kOtherRun) return {grpc::StatusCode::FAILED_PRECONDITION, "of another run"};
     const DType dtype = request->dtype() == "bf16" ? DType::kBf16 : DType::kF32;
     const model::WeightStreamHeader header = model::weight_stream_header(*weights, dtype);
     v1::WeightChunk chunk;
     if (fault != Fault::kNoHeader) {
       v1::WeightHeader* out = chunk.mutable_header();
       out->set_policy_version(version);
+      out->set_weights_id("run");
+      out->set_learner_dtype(fault == Fault::kOtherDtype ? "bf16" : request->dtype());
       out->set_num_bytes(header.num_bytes);
       out->set_num_tensors(static_cast<int32_t>(header.num_tensors));
       out->set_shape_hash(header.shape_hash + (fault == Fault::kForeign ? 1 : 0));
@@ -335,27 +338,33 @@ TEST_F(WorkerTest, AbortAndDeadline) {
   EXPECT_EQ(worker_->engine().status().cache.bytes_used, 0);
 }
 
-TEST_F(WorkerTest, WeightsOfAnotherModelAreAFailure) {
-  FakeLearner learner({FakeLearner::Fault::kForeign, FakeLearner::Fault::kForeign});
-  Worker::Config config = worker_config();
-  config.learner_address = learner.address();
-  absl::Notification failed;
-  absl::Status failure;
-  absl::StatusOr<std::unique_ptr<Worker>> worker =
-      Worker::start(config, metrics_, quiet_logger(), [&](absl::Status status) {
-        failure = std::move(status);
-        failed.Notify();
-      });
-  ASSERT_TRUE(worker.ok()) << worker.status();
-  learner.publish(std::make_shared<const model::WeightStore>(
-                      std::move(model::testing::make_test_model(kModel, DType::kF32, 2).loaded.store)),
-                  1);
-  ASSERT_TRUE(failed.WaitForNotificationWithTimeout(absl::Minutes(1)));
-  EXPECT_EQ(failure.code(), absl::StatusCode::kFailedPrecondition);
-  for (const std::string& text : {"model.path: " + config.model.path, learner.address(), std::string("shape_hash")}) {
-    EXPECT_NE(failure.message().find(text), absl::string_view::npos) << failure;
+TEST_F(WorkerTest, WeightsThatWillNeverFitAreAFailure) {
+  const std::pair<FakeLearner::Fault, const char*> cases[] = {
+      {FakeLearner::Fault::kForeign, "shape_hash"},
+      {FakeLearner::Fault::kOtherDtype, "model.dtype: the learner computes in bf16, this worker in fp32; expected the same"},
+      {FakeLearner::Fault::kOtherRun, "of another run"}};
+  for (const auto& [fault, expected] : cases) {
+    FakeLearner learner({fault, fault});
+    Worker::Config config = worker_config();
+    config.learner_address = learner.address();
+    absl::Notification failed;
+    absl::Status failure;
+    absl::StatusOr<std::unique_ptr<Worker>> worker =
+        Worker::start(config, metrics_, quiet_logger(), [&](absl::Status status) {
+          failure = std::move(status);
+          failed.Notify();
+        });
+    ASSERT_TRUE(worker.ok()) << worker.status();
+    learner.publish(std::make_shared<const model::WeightStore>(
+                        std::move(model::testing::make_test_model(kModel, DType::kF32, 2).loaded.store)),
+                    1);
+    ASSERT_TRUE(failed.WaitForNotificationWithTimeout(absl::Minutes(1)));
+    EXPECT_EQ(failure.code(), absl::StatusCode::kFailedPrecondition);
+    for (const std::string& text : {"model.path: " + config.model.path, learner.address(), std::string(expected)}) {
+      EXPECT_NE(failure.message().find(text), absl::string_view::npos) << failure;
+    }
+    EXPECT_EQ(learner.calls(), 1);  // told once, and no more asked for
   }
-  EXPECT_EQ(learner.calls(), 1);  // told once, and no more asked for
 }
 
 TEST_F(WorkerTest, WeightsArriveWhateverHappensToTheStream) {
