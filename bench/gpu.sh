@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The CUDA forms on a machine that has the device but no compiler of ours: build a bundle here, carry it there, run it there.
-#   bench/gpu.sh bundle DIR     builds with the preset cuda; DIR receives the binaries and the shared libraries they need
+#   bench/gpu.sh bundle DIR     builds with the preset cuda; DIR receives the binaries and the shared libraries they need,
+#                               DIR.tar.gz all of it
 #   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16, short jobs;
 #                               one table, logs in DIR/logs or $LOGS
 #   DIR/gpu.sh jobs             there: the quickstart, and the same with 150 M parameters, with reward and tokens/s
@@ -27,7 +28,8 @@ bundle() {
       xargs -r -I{} cp -Lu {} "$dir/lib/"
   done
   cp "$0" "$dir/"
-  du -sh "$dir"
+  tar -C "$dir" -czf "$dir.tar.gz" .  # to carry it
+  du -sh "$dir" "$dir.tar.gz"
 }
 
 failed=0
@@ -108,7 +110,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,10p' "$0"
+    sed -n '2,11p' "$0"
     exit 2
     ;;
 esac

@@ -38,8 +38,9 @@ absl::Status run(const JobFlags& flags) {
               job.shared.run_directory().c_str());
   const int64_t before = learner->step();
   const absl::Status status = train(*learner, job, true, signals.token(), learner_log);
-  gateway->stop();  // first: what it cancels is not lost by a worker that drains
+  gateway->stop_episodes();
   worker->drain(absl::Now() + absl::Milliseconds(500));
+  gateway->stop();
   if (absl::IsCancelled(status)) RETURN_IF_ERROR(signals.failure());
   RETURN_IF_ERROR(status);
   return conclude(job, learner->step() - before);

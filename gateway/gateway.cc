@@ -41,6 +41,7 @@ struct Gateway::Parts {
   absl::Status start_environments(const GatewayWatch& watch);
   v1::Activity activity() const;
   v1::GetStatusResponse status() const;
+  void stop_episodes();
   void stop();
 
   const GatewayConfig config;
@@ -125,9 +126,13 @@ v1::GetStatusResponse Gateway::Parts::status() const {
   return out;
 }
 
-void Gateway::Parts::stop() {
+void Gateway::Parts::stop_episodes() {
   if (ledger != nullptr) ledger->stop();
   if (orchestrator != nullptr) orchestrator->stop();
+}
+
+void Gateway::Parts::stop() {
+  stop_episodes();
   if (sessions != nullptr) sessions->stop();
   delivery.reset();
   if (server.server != nullptr) {
@@ -168,6 +173,7 @@ Gateway::~Gateway() {
 const std::string& Gateway::address() const { return parts_->server.address; }
 const std::string& Gateway::learner_endpoint() const { return parts_->learner_endpoint; }
 v1::GetStatusResponse Gateway::status() const { return parts_->status(); }
+void Gateway::stop_episodes() { parts_->stop_episodes(); }
 void Gateway::stop() { parts_->stop(); }
 
 }  // namespace slipstream::gateway

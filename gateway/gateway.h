@@ -38,6 +38,8 @@ class Gateway {
   // Cancels running episodes, which will be run again by the next life, ends calls, and closes both addresses. Finished
   // episodes are on disk. Takes at most some seconds; a second call changes nothing.
   void stop();
+  // The first part of it: workers that leave next leave nothing unfinished.
+  void stop_episodes();
 
  private:
   struct Parts;
