@@ -5,11 +5,12 @@
 #   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16, short jobs;
 #                               one table, logs in DIR/logs or $LOGS
 #   DIR/gpu.sh jobs             there: the quickstart, and the same with 150 M parameters, with reward and tokens/s
+#   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill, decode, training step
 #   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
 # Exits 1 when anything failed.
 set -euo pipefail
 
-binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env"
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench"
 
 bundle() {
   local root dir=$1 build=${BUILD:-build/cuda}
@@ -90,6 +91,13 @@ jobs() {
   grep -h '^ok reward' "$logs"/job_*.log
 }
 
+slices() {
+  for preset in flash glm52; do
+    step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json"
+    cat "$logs/slice_$preset.log"
+  done
+}
+
 sanitize() {
   # Large shapes and the loops over every M take the tools hours.
   local small='-*154880*:*GemmRows*:*CudaStream*:*6144*:*LargeShapes*'
@@ -102,7 +110,7 @@ sanitize() {
 here=$(cd "$(dirname "$0")" && pwd)
 case ${1:-} in
   bundle) bundle "$2" ;;
-  run | jobs | sanitize)
+  run | jobs | slices | sanitize)
     logs=${LOGS:-$here/logs}
     mkdir -p "$logs"
     export LD_LIBRARY_PATH="$here/lib:${LD_LIBRARY_PATH:-}"
@@ -110,7 +118,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,11p' "$0"
+    sed -n '2,12p' "$0"
     exit 2
     ;;
 esac

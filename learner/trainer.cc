@@ -30,7 +30,8 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(PolicyWeights& weights,
   std::unique_ptr<Trainer> out(new Trainer(weights, options, group, host, compute, std::move(network),
                                            std::move(gradients), std::move(optimizer), std::move(arena)));
   if (compute.on_cuda()) {
-    ASSIGN_OR_RETURN(out->device_gradients_, out->gradients_.copy_to(config, compute));
+    ASSIGN_OR_RETURN(out->device_gradients_,
+                     model::WeightStore::create_gradients(config, with_mtp, /*train_frozen=*/false, compute.device()));
   }
   return out;
 }
@@ -140,8 +141,10 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
       const TokenLoss& token = out.tokens[s][i];
       dlogprobs[row] = token.dlogprob == 0.0f ? 0.0f : static_cast<float>(token.dlogprob * scales[s]);
       if (!with_entropy) continue;
-      const bool counts = token.fate != TokenFate::kUnselected && token.fate != TokenFate::kNonFinite;
-      dentropies[row] = counts ? static_cast<float>(-options_.loss.entropy_bonus * scales[s]) : 0.0f;
+      // Not where the objective is masked: with nothing to hold against it the bonus alone would drive such tokens, and
+      // with them the policy, ever further from what was sampled.
+      const bool trained = token.fate == TokenFate::kTrained;
+      dentropies[row] = trained ? static_cast<float>(-options_.loss.entropy_bonus * scales[s]) : 0.0f;
     }
   }
   model::ModelWeights& gradients = (device_gradients_ ? *device_gradients_ : gradients_).tensors();
@@ -205,7 +208,9 @@ void Trainer::summarize(const TrainingBatch& batch, Objective objective, const s
       const TokenLoss& token = out.tokens[s][i];
       if (token.fate == TokenFate::kUnselected || token.fate == TokenFate::kNonFinite) continue;
       out.loss += token.loss * scales[s];
-      out.entropy_loss -= options_.loss.entropy_bonus * scales[s] * out.entropy[s][i];
+      if (token.fate == TokenFate::kTrained) {
+        out.entropy_loss -= options_.loss.entropy_bonus * scales[s] * out.entropy[s][i];
+      }
       entropy += out.entropy[s][i];
       ++counted;
     }

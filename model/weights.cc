@@ -252,21 +252,23 @@ absl::StatusOr<WeightStore> WeightStore::create(
   return store;
 }
 
-absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& config, DType dtype, bool with_mtp) {
+absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& config, DType dtype, bool with_mtp,
+                                                        kernels::Device device) {
   if (dtype != DType::kF32 && dtype != DType::kBf16) {
     return absl::InvalidArgumentError(absl::StrCat("weights: ", kernels::name_of(dtype), ", expected f32 or bf16"));
   }
   ASSIGN_OR_RETURN(WeightStore store, create(config, with_mtp, [&](const Parameter& p) {
                      return p.storage == Storage::kMatrix ? dtype : DType::kF32;
-                   }));
+                   }, device));
   store.dtype_ = dtype;
   return store;
 }
 
-absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& config, bool with_mtp, bool train_frozen) {
+absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& config, bool with_mtp, bool train_frozen,
+                                                          kernels::Device device) {
   return create(config, with_mtp, [&](const Parameter& p) {
     return p.frozen && !train_frozen ? std::nullopt : std::optional(DType::kF32);
-  });
+  }, device);
 }
 
 absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kernels::Stream& stream) const {

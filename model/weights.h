@@ -147,10 +147,11 @@ std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp)
 class WeightStore {
  public:
   // Weights in `dtype` (f32 or bf16; islands always f32), uninitialised.
-  static absl::StatusOr<WeightStore> create_weights(const ModelConfig& config, kernels::DType dtype, bool with_mtp);
-  // Gradients: f32, zero; absent for frozen parameters unless train_frozen.
+  static absl::StatusOr<WeightStore> create_weights(const ModelConfig& config, kernels::DType dtype, bool with_mtp,
+                                                    kernels::Device device = {});
+  // Gradients: f32, zero on the CPU, elsewhere uninitialised; absent for frozen parameters unless train_frozen.
   static absl::StatusOr<WeightStore> create_gradients(const ModelConfig& config, bool with_mtp,
-                                                      bool train_frozen = false);
+                                                      bool train_frozen = false, kernels::Device device = {});
 
   // The same tensors on the stream's device, with their values. `this` is on the CPU.
   absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream) const;

@@ -205,7 +205,7 @@ def oracle_loss(model, batch):
                 masked[0] += (ratio < 1 - CLIP_LOW).sum().item()
                 masked[1] += (ratio > 1 + CLIP_HIGH).sum().item()
                 policy = -(ratio[inside] * advantage * chosen[inside]).sum() * weight
-                entropy = (rows.exp() * rows).sum() * weight * ENTROPY_BONUS
+                entropy = (rows[inside].exp() * rows[inside]).sum() * weight * ENTROPY_BONUS
                 (policy + entropy).backward()
                 loss, entropy_loss = loss + policy.item(), entropy_loss + entropy.item()
     return loss, entropy_loss, logprobs, masked

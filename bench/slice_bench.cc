@@ -1,0 +1,266 @@
+// slice_bench CONFIG.json [--layers 4] [--device cuda]: a published shape cut to its first layers, with random weights: tokens a
+// second and share of the roofline of prefill, decode and a training step, and the memory they take. One table.
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "bench/measuring.h"
+#include "common/hash.h"
+#include "common/status.h"
+#include "model/accounting.h"
+#include "model/model.h"
+#include "nlohmann/json.hpp"
+
+namespace slipstream::model {
+namespace {
+
+using kernels::DType;
+
+struct Flags {
+  std::string config;
+  int layers = 4;
+  std::string device = "cuda";
+  std::vector<int64_t> prefill = {8192, 65536};
+  std::vector<int64_t> batches = {1, 32, 128};
+  int64_t context = 8192;      // of decode
+  int64_t train_tokens = 16384;
+  int64_t chunk = 8192;        // rows of a prefill pass
+  double teraflops = 989;      // ceilings of the device, bf16: an H200
+  double terabytes = 4.8;      // a second
+};
+
+absl::StatusOr<ModelConfig> read_slice(const std::string& path, int layers) {
+  std::ifstream file(path);
+  const auto json = nlohmann::ordered_json::parse(file, nullptr, false);
+  if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(path, ": expected a config.json"));
+  nlohmann::ordered_json slice = json;
+  nlohmann::ordered_json& text = slice.contains("text_config") ? slice["text_config"] : slice;
+  text["num_hidden_layers"] = layers;
+  text["num_nextn_predict_layers"] = 0;
+  for (const char* key : {"layer_types", "mlp_layer_types", "indexer_types"}) {
+    if (!text.contains(key)) continue;
+    while (text[key].size() > static_cast<size_t>(layers)) text[key].erase(text[key].size() - 1);
+  }
+  if (text.contains("linear_attn_config")) {
+    for (const char* key : {"full_attn_layers", "kda_layers"}) {
+      nlohmann::ordered_json kept = nlohmann::ordered_json::array();
+      for (const auto& layer : text["linear_attn_config"][key]) {
+        if (layer.get<int>() < layers) kept.push_back(layer);
+      }
+      text["linear_attn_config"][key] = kept;
+    }
+  }
+  return parse_model_config(slice, path);
+}
+
+// Values are repeated every few megabytes: kernels do not mind, and the host need not make billions of them.
+void fill(const WeightStore& weights, float std, kernels::Stream& stream) {
+  constexpr int64_t kCount = int64_t{1} << 22;
+  const float range = std * std::sqrt(3.0f);
+  std::vector<float> random(kCount), ones(kCount, 1.0f), zeros(kCount, 0.0f);
+  std::vector<kernels::bf16> rounded(kCount);
+  for (int64_t i = 0; i < kCount; ++i) {
+    const double unit = static_cast<double>(splitmix64(static_cast<uint64_t>(i)) >> 11) * 0x1p-53;
+    random[static_cast<size_t>(i)] = range * static_cast<float>(2.0 * unit - 1.0);
+    rounded[static_cast<size_t>(i)] = kernels::to_bf16(random[static_cast<size_t>(i)]);
+  }
+  for (const WeightStore::Entry& entry : weights.entries()) {
+    const Tensor& t = entry.tensor;
+    const Init init = entry.parameter.init;
+    const void* from = t.dtype() == DType::kBf16 ? static_cast<const void*>(rounded.data())
+                       : init == Init::kOnes     ? ones.data()
+                       : init == Init::kNormal   ? random.data()
+                                                 : zeros.data();
+    for (int64_t begin = 0; begin < t.numel(); begin += kCount) {
+      char* const at = static_cast<char*>(t.raw()) + begin * kernels::size_of(t.dtype());
+      stream.upload(from, Tensor(at, t.dtype(), {std::min(kCount, t.numel() - begin)}, t.device()));
+    }
+  }
+  stream.synchronize();
+}
+
+struct Bench {
+  const Flags& flags;
+  kernels::Stream& stream;
+  ModelConfig config;
+  WeightStore weights;
+  std::unique_ptr<Model> model;
+  kernels::Arena arena;
+
+  Step step(const PreparedBatch& prepared) { return {stream, arena, prepared, nullptr, activation_dtype(stream, weights.dtype())}; }
+};
+
+double gib(int64_t bytes) { return static_cast<double>(bytes) / (int64_t{1} << 30); }
+
+void print(const std::string& name, double seconds, double tokens, const char* bound, double share, int64_t bytes) {
+  std::printf("%-34s %10.3f ms %12.0f tokens/s %6.1f %% of %-9s %7.1f GiB\n", name.c_str(), seconds * 1e3, tokens / seconds,
+              100 * share, bound, gib(bytes));
+  std::fflush(stdout);
+}
+
+absl::Status pass(Bench& b, Cache& cache, const std::vector<int64_t>& sequences, const std::vector<int32_t>& ids, bool logits) {
+  const kernels::ArenaScope scope(b.arena);
+  const auto count = static_cast<int64_t>(ids.size() / sequences.size());
+  const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(sequences.size(), count), .cached = sequences};
+  ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, &cache, b.arena, b.stream));
+  Step step = b.step(prepared);
+  const Tensor hidden = b.model->forward(b.weights.tensors(), step, nullptr);
+  if (logits) b.model->logits(b.weights.tensors(), hidden, step);
+  b.stream.synchronize();
+  return absl::OkStatus();
+}
+
+// Seconds to bring a new sequence to `tokens`.
+absl::StatusOr<double> prefill(Bench& b, Cache& cache, int64_t sequence, int64_t tokens) {
+  const auto start = bench::Clock::now();
+  for (int64_t begin = 0; begin < tokens; begin += b.flags.chunk) {
+    const int64_t count = std::min(b.flags.chunk, tokens - begin);
+    RETURN_IF_ERROR(pass(b, cache, {sequence}, bench::random_ids(count, b.config.vocab, static_cast<uint64_t>(begin)), false));
+  }
+  return bench::seconds_since(start);
+}
+
+absl::Status bench_prefill(Bench& b) {
+  for (const int64_t tokens : b.flags.prefill) {
+    ASSIGN_OR_RETURN(const auto cache, Cache::create(b.config, {.tokens = tokens + 64, .sequences = 1, .dtype = b.weights.dtype()}, &b.stream));
+    double best = 1e30;
+    for (int i = 0; i < 3; ++i) {
+      ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
+      ASSIGN_OR_RETURN(const double seconds, prefill(b, *cache, sequence, tokens));
+      RETURN_IF_ERROR(cache->free(sequence));
+      if (i > 0) best = std::min(best, seconds);
+    }
+    ASSIGN_OR_RETURN(const Accounting cost, account(b.config, tokens / 2));
+    const double flops = static_cast<double>(tokens) * static_cast<double>(cost.flops.total() - 2 * b.config.vocab * b.config.hidden);
+    print(absl::StrCat("prefill ", tokens), best, static_cast<double>(tokens), "bf16 peak", flops / best / (b.flags.teraflops * 1e12),
+          b.arena.peak() + cache->usage().bytes_total);
+  }
+  return absl::OkStatus();
+}
+
+// Bytes one decode step of `batch` sequences must read: weights once, of experts those that some token uses, and each
+// sequence's attended rows, indexer keys and recurrent state (read and written).
+double decode_bytes(const Bench& b, const Accounting& cost, int64_t batch) {
+  double weights = static_cast<double>(cost.parameters.active), moe_layers = 0;
+  for (const LayerConfig& layer : b.config.layers) moe_layers += layer.moe;
+  if (b.config.moe) {
+    const auto experts = static_cast<double>(b.config.moe->experts), used = static_cast<double>(b.config.moe->per_token);
+    const double touched = experts * (1 - std::pow(1 - used / experts, static_cast<double>(batch)));
+    weights += moe_layers * (touched - used) * 3.0 * static_cast<double>(b.config.hidden * b.config.moe->intermediate);
+  }
+  const auto context = static_cast<double>(b.flags.context);
+  const double cache = context * (cost.decode_fraction * static_cast<double>(cost.latent_bytes_per_token) +
+                                  static_cast<double>(cost.indexer_bytes_per_token)) +
+                       2.0 * static_cast<double>(cost.state_bytes);
+  return 2.0 * weights + static_cast<double>(batch) * cache;
+}
+
+absl::Status bench_decode(Bench& b) {
+  constexpr int kSteps = 20, kFirst = 3;
+  const int64_t most = *std::max_element(b.flags.batches.begin(), b.flags.batches.end());
+  // The sequences share the pages of one prompt: what a step reads is the same, and the prompt is computed once.
+  ASSIGN_OR_RETURN(const auto cache, Cache::create(b.config, {.tokens = b.flags.context + (most + 1) * 128, .sequences = most + 1,
+                                                              .dtype = b.weights.dtype()}, &b.stream));
+  ASSIGN_OR_RETURN(const int64_t prompt, cache->open());
+  RETURN_IF_ERROR(prefill(b, *cache, prompt, b.flags.context).status());
+  ASSIGN_OR_RETURN(const Accounting cost, account(b.config, b.flags.context));
+  for (const int64_t batch : b.flags.batches) {
+    std::vector<int64_t> sequences;
+    for (int64_t i = 0; i < batch; ++i) {
+      ASSIGN_OR_RETURN(const int64_t sequence, cache->fork(prompt));
+      sequences.push_back(sequence);
+    }
+    auto start = bench::Clock::now();
+    for (int step = 0; step < kFirst + kSteps; ++step) {
+      if (step == kFirst) start = bench::Clock::now();
+      RETURN_IF_ERROR(pass(b, *cache, sequences, bench::random_ids(batch, b.config.vocab, static_cast<uint64_t>(step)), true));
+    }
+    const double seconds = bench::seconds_since(start) / kSteps;
+    print(absl::StrCat("decode, batch ", batch, ", context ", b.flags.context), seconds, static_cast<double>(batch), "bandwidth",
+          decode_bytes(b, cost, batch) / seconds / (b.flags.terabytes * 1e12), b.arena.peak() + cache->usage().bytes_total);
+    for (const int64_t sequence : sequences) RETURN_IF_ERROR(cache->free(sequence));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status train_step(Bench& b, const WeightStore& gradients, ModelWeights& dw) {
+  const kernels::ArenaScope scope(b.arena);
+  const int64_t rows = b.flags.train_tokens, length = std::min(rows, b.flags.context);
+  const std::vector<int32_t> ids = bench::random_ids(rows, b.config.vocab, 1);
+  const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(static_cast<size_t>(rows / length), length), .cached = {}};
+  ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, nullptr, b.arena, b.stream));
+  Step step = b.step(prepared);
+  gradients.zero(b.stream);
+  SavedForward saved;
+  saved.recompute = true;
+  const Tensor hidden = b.model->forward(b.weights.tensors(), step, &saved);
+  const Tensor targets = step.upload(ids);
+  const Tensor dlogprob = step.upload(std::vector<float>(static_cast<size_t>(rows), -1.0f / static_cast<float>(rows)));
+  const Model::LogProbs log_probs = b.model->log_probs(b.weights.tensors(), hidden, targets, 1.0f, true, step);
+  const Tensor dhidden = b.model->log_probs_backward(b.weights.tensors(), hidden, targets, 1.0f, log_probs, dlogprob, {}, dw, step);
+  b.model->backward(b.weights.tensors(), saved, dhidden, dw, step);
+  b.stream.synchronize();
+  return absl::OkStatus();
+}
+
+absl::Status bench_train(Bench& b) {
+  if (b.flags.train_tokens == 0) return absl::OkStatus();
+  ASSIGN_OR_RETURN(WeightStore gradients, WeightStore::create_gradients(b.config, false, false, b.stream.device()));
+  double best = 1e30;
+  for (int i = 0; i < 2; ++i) {
+    const auto start = bench::Clock::now();
+    RETURN_IF_ERROR(train_step(b, gradients, gradients.tensors()));
+    if (i > 0) best = bench::seconds_since(start);
+  }
+  ASSIGN_OR_RETURN(const Accounting cost, account(b.config, std::min(b.flags.train_tokens, b.flags.context) / 2));
+  // Forward and twice as much backward; what recomputation adds does not count as useful.
+  const double flops = 3.0 * static_cast<double>(b.flags.train_tokens) * static_cast<double>(cost.flops.total());
+  int64_t bytes = b.arena.peak();
+  for (const WeightStore::Entry& entry : gradients.entries()) bytes += entry.tensor.empty() ? 0 : entry.tensor.bytes();
+  print(absl::StrCat("training step, ", b.flags.train_tokens, " tokens"), best, static_cast<double>(b.flags.train_tokens), "bf16 peak",
+        flops / best / (b.flags.teraflops * 1e12), bytes);
+  return absl::OkStatus();
+}
+
+absl::Status run(const Flags& flags) {
+  ASSIGN_OR_RETURN(const kernels::Device device, kernels::parse_device(flags.device));
+  ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create(device, 2));
+  ASSIGN_OR_RETURN(ModelConfig config, read_slice(flags.config, flags.layers));
+  ASSIGN_OR_RETURN(WeightStore weights, WeightStore::create_weights(config, DType::kBf16, false, device));
+  fill(weights, config.init_std, *stream);
+  ASSIGN_OR_RETURN(auto model, Model::create(config));
+  ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(device, int64_t{1} << 37));
+  Bench b{flags, *stream, std::move(config), std::move(weights), std::move(model), std::move(arena)};
+  int64_t bytes = 0;
+  for (const WeightStore::Entry& entry : b.weights.entries()) bytes += entry.tensor.bytes();
+  std::printf("%s, %d layers, bf16, weights %.1f GiB\n", flags.config.c_str(), flags.layers, gib(bytes));
+  RETURN_IF_ERROR(bench_prefill(b));
+  RETURN_IF_ERROR(bench_decode(b));
+  return bench_train(b);
+}
+
+}  // namespace
+}  // namespace slipstream::model
+
+int main(int argc, char** argv) {
+  slipstream::model::Flags flags;
+  CLI::App app("Speed of the first layers of a published shape, with random weights.");
+  app.add_option("config", flags.config, "config.json")->required();
+  app.add_option("--layers", flags.layers)->check(CLI::PositiveNumber);
+  app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
+  app.add_option("--prefill", flags.prefill, "Tokens of each prompt")->delimiter(',');
+  app.add_option("--batches", flags.batches, "Sequences of each decode")->delimiter(',')->check(CLI::PositiveNumber);
+  app.add_option("--context", flags.context, "Tokens before the decode")->check(CLI::PositiveNumber);
+  app.add_option("--train", flags.train_tokens, "Tokens of the training step; 0: none")->check(CLI::NonNegativeNumber);
+  app.add_option("--chunk", flags.chunk, "Rows of a prefill pass")->check(CLI::PositiveNumber);
+  app.add_option("--tflops", flags.teraflops, "The device's bf16 peak");
+  app.add_option("--tbps", flags.terabytes, "The device's memory bandwidth");
+  CLI11_PARSE(app, argc, argv);
+  const absl::Status status = slipstream::model::run(flags);
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "slice_bench: %s\n", std::string(status.message()).c_str());
+  return 1;
+}
