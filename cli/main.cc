@@ -52,7 +52,8 @@ int main(int argc, char** argv) {
     if (!sub->parsed()) continue;
     const absl::Status status = run();
     if (status.ok()) return 0;
-    std::fprintf(stderr, "slipstream %s: %s\n", sub->get_name().c_str(), slipstream::one_line({status.message().data(), status.message().size()}).c_str());
+    const std::string why(status.message());
+    std::fprintf(stderr, "slipstream %s: %s\n", sub->get_name().c_str(), slipstream::one_line(why).c_str());
     return absl::IsCancelled(status) ? 130 : 1;  // 130: a signal asked for the end, and the work is not done
   }
   return 2;

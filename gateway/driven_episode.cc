@@ -75,7 +75,9 @@ absl::Status DrivenEpisode::play(std::stop_token stop) {
     if (!answer.ok()) return end_by_environment(answer.status());
     reward_ += answer->reward();
     for (const auto& [name, value] : answer->reward_parts()) reward_parts_[name] += value;
-    if (!is_reward(reward_)) return end_by_environment(absl::InternalError(absl::StrCat("reward: the sum is ", reward_, ", expected it within +-1e9")));
+    if (!is_reward(reward_)) {
+      return end_by_environment(absl::InternalError(absl::StrCat("reward: the sum is ", reward_, ", expected it within +-1e9")));
+    }
     // Nothing can follow a reply that was cut, and to the filters it is the cut that counts, not what came of it.
     if (reply->finish_reason == v1::FINISH_REASON_LENGTH) return end(v1::FINISH_REASON_LENGTH);
     if (answer->done()) return end(v1::FINISH_REASON_ENV_DONE);
