@@ -5,7 +5,9 @@
 #include <sys/resource.h>
 
 #include <filesystem>
+#include <fstream>
 #include <future>
+#include <iterator>
 
 #include "gateway/testing/test_gateway.h"
 #include "gtest/gtest.h"
@@ -106,6 +108,34 @@ TEST(Ledger, DeadGroupsMakeRoomForOthers) {
   EXPECT_EQ(plans[0].group_number, 2u);
   for (const EpisodePlan& plan : plans) ASSERT_TRUE(gateway.finish(plan, plan.group_index).ok());
   EXPECT_EQ(testing::get(batch).groups(0).group_number(), 2u);
+}
+
+TEST(Ledger, ADroughtIsToldWithItsReasons) {
+  const slipstream::testing::TemporaryDirectory logs;
+  Gateway gateway({.group_size = 2, .groups_per_batch = 2, .logger = *make_logger("gateway", logs.path())});
+  gateway.hello(1);
+  auto batch = gateway.request(1, 0, 0);
+  const auto warnings = [&] {
+    std::ifstream file(logs.path() + "/gateway.log");
+    int count = 0;
+    for (std::string line; std::getline(file, line);) count += line.find("left the learner nothing") != std::string::npos;
+    return count;
+  };
+  for (int group = 0; group < 32;) {
+    EXPECT_EQ(warnings(), 0) << group;
+    for (const EpisodePlan& plan : gateway.take_all()) {
+      const bool late = plan.group_number == 5;
+      ASSERT_TRUE(gateway.finish(plan, 1, late ? v1::FINISH_REASON_TIMEOUT : v1::FINISH_REASON_STOP).ok());
+      group += plan.group_index;
+      if (group == 32) break;
+    }
+  }
+  EXPECT_EQ(warnings(), 1);
+  std::ifstream file(logs.path() + "/gateway.log");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(text.find("the last 32 groups left the learner nothing; their trajectories were dropped: 2 timeout, 62 zero_variance"),
+            std::string::npos)
+      << text;
 }
 
 TEST(Ledger, RefillRunsTheMissingEpisodesAgainAFewTimes) {

@@ -32,6 +32,7 @@ struct GatewayOptions {
   bool environments = true;
   int64_t session_idle_ms = 3'600'000;
   int64_t log_segment_bytes = 1 << 20;
+  Logger logger = quiet_logger();
 };
 
 // The answer, which must come; dies (in the test) of a refusal.
@@ -108,6 +109,7 @@ class Gateway {
     config_.overlong = options.overlong;
     config_.session_idle_ms = options.session_idle_ms;
     config_.log_segment_bytes = options.log_segment_bytes;
+    logger_ = options.logger;
     if (options.environments) config_.environments.resize(1);
     if (options.environments) config_.environments[0].name = "arithmetic";
     reopen();
@@ -130,7 +132,7 @@ class Gateway {
   absl::Status try_reopen(const std::string& tokenizer) {
     ledger_.reset();
     metrics_ = std::make_unique<Metrics>();
-    ASSIGN_OR_RETURN(ledger_, Ledger::open(config_, tokenizer, *metrics_, quiet_logger()));
+    ASSIGN_OR_RETURN(ledger_, Ledger::open(config_, tokenizer, *metrics_, logger_));
     describe();
     return absl::OkStatus();
   }
@@ -229,6 +231,7 @@ class Gateway {
   const slipstream::testing::TemporaryDirectory directory_;
   GatewayConfig config_;
   std::unique_ptr<Metrics> metrics_;
+  Logger logger_;
   std::unique_ptr<Ledger> ledger_;
 };
 

@@ -21,7 +21,7 @@ struct Product {
   const int32_t* row_begin = nullptr;
   bool rows_grouped = false, depth_grouped = false;
   bool accumulate = false;
-  bool fast_a = false, fast_b = false;           // rows of 16-byte pieces: 16-byte loads are allowed
+  bool fast_a = false, fast_b = false, fast_c = false;  // rows of whole 16-byte pieces
 };
 
 // What one block works on: its tile's product, with pointers moved there.
@@ -330,9 +330,10 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
 
 // --- Launches ---------------------------------------------------------------------------------------------------------
 
-// Whether 16-byte pieces of a bf16 matrix's rows may be read: its address and its strides are multiples of 8 values.
+// Whether a matrix's rows are whole 16-byte pieces: its address, its strides and its rows' length are multiples of 8 values.
+// The length too: rows of other lengths are copied between dense and strided tensors, and both must take the same form.
 inline bool eights(const Tensor& t) {
-  bool aligned = reinterpret_cast<uintptr_t>(t.raw()) % 16 == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(t.raw()) % 16 == 0 && t.size(t.rank() - 1) % 8 == 0;
   for (int dim = 0; dim + 1 < t.rank(); ++dim) aligned = aligned && t.stride(dim) % 8 == 0;
   return aligned;
 }

@@ -1,9 +1,6 @@
 #include "kernels/cuda/runtime.h"
 
-#include <cuda.h>
-#include <cuda_runtime_api.h>
-
-#include "kernels/cuda/check.h"
+#include "kernels/cuda/driver.h"
 
 namespace slipstream::kernels::cuda {
 namespace {
@@ -14,16 +11,6 @@ absl::StatusOr<void*> allocated(cudaError_t error, void* memory, int64_t bytes, 
   if (error == cudaSuccess) return memory;
   return absl::ResourceExhaustedError(absl::StrCat("cannot allocate ", bytes, " bytes of ", where, ": ",
                                                    cudaGetErrorString(error)));
-}
-
-// The driver's functions come through the runtime: a binary linked to libcuda would not start on a machine without it.
-template <class Function>
-Function* driver(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
-  CHECK(found == cudaDriverEntryPointSuccess);
-  return reinterpret_cast<Function*>(function);
 }
 
 void check_driver(CUresult result, const char* what) {

@@ -1,6 +1,7 @@
 #include "kernels/gemm/gemm.h"
 
 #include "kernels/cuda/products.cuh"
+#include "kernels/cuda/wgmma_products.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
@@ -10,6 +11,7 @@ void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_
   with_type(c, [&](auto result) {
     using C = decltype(result);
     if (a == DType::kBf16 && b == DType::kBf16) {
+      if (wgmma_takes(p, transpose_a, transpose_b)) return wgmma_product_as<C>(p, transpose_a, transpose_b, stream);
       return tensor_product_as<C>(p, transpose_a, transpose_b, stream);
     }
     with_type(a, [&](auto left) {
@@ -31,7 +33,7 @@ void launch_cuda<Gemm>(const Gemm& args, Stream& stream) {
                   .ldb = args.b.stride(rows), .ldc = args.c.stride(rows), .batch = batched ? args.c.size(0) : 1,
                   .stride_a = batched ? args.a.stride(0) : 0, .stride_b = batched ? args.b.stride(0) : 0,
                   .stride_c = batched ? args.c.stride(0) : 0, .accumulate = args.accumulate,
-                  .fast_a = eights(args.a), .fast_b = eights(args.b)};
+                  .fast_a = eights(args.a), .fast_b = eights(args.b), .fast_c = eights(args.c)};
   launch_product(p, args.a.dtype(), args.b.dtype(), args.c.dtype(), args.transpose_a, args.transpose_b, stream);
 }
 

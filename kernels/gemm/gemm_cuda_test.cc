@@ -68,32 +68,68 @@ std::vector<Case> cases() {
       }
     }
   }
+  // Rows of whole 16-byte pieces, of sizes that take medium and large tiles (kernels/cuda/wgmma_products.cuh).
+  for (const auto& [m, n, k] : {std::tuple<int64_t, int64_t, int64_t>{72, 264, 200}, {1544, 1544, 72}}) {
+    for (const bool transpose_a : {false, true}) {
+      for (const bool transpose_b : {false, true}) {
+        all.push_back({m, n, k, transpose_a, transpose_b, 0, kBf16, kBf16, kF32, true, false});
+        all.push_back({m, n, k, transpose_a, transpose_b, 0, kBf16, kBf16, kBf16, false, true});
+      }
+    }
+  }
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(Cases, GemmCudaTest, ::testing::ValuesIn(cases()));
 
 class GemmRowsCudaTest : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<DType, DType>> {};
 
+// Of a product with as many rows as the largest tile wants.
 TEST_P(GemmRowsCudaTest, RowIgnoresTheOthers) {
   const auto [dtype_a, dtype_b] = GetParam();
   TensorPool host(2);
   CudaPool device;
-  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{256, 512}, {97, 131}}) {
-    const Tensor a = device.copy(random_as(host, dtype_a, {300, k}), dtype_a);
-    const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
-    const Tensor whole = device.output(kF32, {300, n}), part = device.output(kF32, {300, n});
-    launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
-    TensorPool kept(3);
-    const Tensor expected = testing::bits_on_host(kept, whole);
-    for (int64_t m = 1; m <= 300; ++m) {
-      // The last m rows, so that a row changes its place in the tile.
-      launch(Gemm{.a = a.slice(0, 300 - m, 300), .b = b, .c = part.slice(0, 0, m), .bias = {}, .transpose_b = true},
-             cuda_stream());
-      TensorPool scratch(4);
-      const Tensor got = testing::bits_on_host(scratch, part.slice(0, 0, m));
-      ASSERT_EQ(std::memcmp(got.f32(), expected.row(300 - m), static_cast<size_t>(got.bytes())), 0)
-          << "M = " << m << ", N = " << n;
+  constexpr int64_t kRows = 4096;
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1024, 256}, {97, 131}}) {
+    for (const bool transpose_b : {true, false}) {
+      const Tensor a = device.copy(random_as(host, dtype_a, {kRows, k}), dtype_a);
+      const Tensor b =
+          device.copy(transpose_b ? random_as(host, dtype_b, {n, k}) : random_as(host, dtype_b, {k, n}), dtype_b);
+      const Tensor whole = device.output(kF32, {kRows, n}), part = device.output(kF32, {300, n});
+      launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = transpose_b}, cuda_stream());
+      TensorPool kept(3);
+      const Tensor expected = testing::bits_on_host(kept, whole);
+      for (int64_t m = 1; m <= 300; ++m) {
+        // The last m rows, so that a row changes its place in the tile.
+        launch(Gemm{.a = a.slice(0, kRows - m, kRows), .b = b, .c = part.slice(0, 0, m), .bias = {},
+                    .transpose_b = transpose_b},
+               cuda_stream());
+        TensorPool scratch(4);
+        const Tensor got = testing::bits_on_host(scratch, part.slice(0, 0, m));
+        ASSERT_EQ(std::memcmp(got.f32(), expected.row(kRows - m), static_cast<size_t>(got.bytes())), 0)
+            << "M = " << m << ", N = " << n;
+      }
     }
+  }
+  device.expect_fences_intact();
+}
+
+// Columns of wider matrices, from an aligned column and from one that no 16-byte piece begins at.
+using GemmStridedCudaTest = testing::CudaTest;
+TEST_F(GemmStridedCudaTest, EqualsReference) {
+  TensorPool host(6);
+  CudaPool device;
+  const int64_t m = 200, n = 136, k = 72, width = 256;
+  const Tensor a = random_as(host, kBf16, {m, width}), b = random_as(host, kBf16, {n, width});
+  const Tensor device_a = device.copy(a, kBf16), device_b = device.copy(b, kBf16);
+  for (const int64_t begin : {0, 8, 5}) {
+    const Tensor expected = host.zeros(kF32, {m, n}), wide = device.output(kBf16, {m, width});
+    const Tensor c = wide.slice(1, begin, begin + n);
+    launch(Gemm{.a = device_a.slice(1, begin, begin + k), .b = device_b.slice(1, 8, 8 + k), .c = c, .bias = {},
+                .transpose_b = true},
+           cuda_stream());
+    reference(Gemm{.a = a.slice(1, begin, begin + k), .b = b.slice(1, 8, 8 + k), .c = expected, .bias = {},
+                   .transpose_b = true});
+    expect_close(c, expected);
   }
   device.expect_fences_intact();
 }

@@ -27,7 +27,8 @@ class GroupedGemmCudaTest : public testing::CudaTest,
  protected:
   static const Case& case_of(int i) {
     static const std::vector<Case> cases = {{{0, 0}, 8, 8}, {{1}, 5, 7}, {{3, 0, 65, 1}, 70, 40},
-                                            {{130, 2, 0, 0, 40, 300}, 192, 128}, {std::vector<int32_t>(40, 3), 64, 64}};
+                                            {{130, 2, 0, 0, 40, 300}, 192, 128}, {std::vector<int32_t>(40, 3), 64, 64},
+                                            {{300, 0, 77, 520}, 2304, 72}, {{17, 70, 0, 130}, 2048, 512}};
     return cases[static_cast<size_t>(i)];
   }
 };
@@ -80,7 +81,7 @@ TEST_P(GroupedGemmCudaTest, EqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GroupedGemmCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(kF32, kBf16),
-                                            ::testing::Range(0, 5)));
+                                            ::testing::Range(0, 7)));
 
 }  // namespace
 }  // namespace slipstream::kernels

@@ -222,6 +222,17 @@ TEST_F(TrainerTest, NonFiniteGradientIsSkippedAndNamed) {
   EXPECT_NE(overflow->offending.find("weight"), std::string::npos) << overflow->offending;
 }
 
+// Weights that are no numbers any more are an error, before anybody could save or publish them.
+TEST_F(TrainerTest, AnUpdateThatDivergesIsAnError) {
+  TrainerOptions options;
+  options.optimizer.weight_decay = 1e45;
+  Bench bench(dir.path(), options);
+  const auto result =
+      bench.trainer->step(testing::training_batch(scored_batch({}), bench.config()), "double_sided", 1e-3);
+  EXPECT_TRUE(absl::IsDataLoss(result.status())) << result.status();
+  EXPECT_NE(result.status().message().find("the policy has diverged"), absl::string_view::npos) << result.status();
+}
+
 // Training on demonstrations makes them probable, in fp32 and with bf16 weights.
 TEST_F(TrainerTest, LearnsDemonstrations) {
   for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBf16}) {

@@ -1,0 +1,396 @@
+// Products of bf16 factors at Hopper's full rate. In each block one thread has the copy engine fill a ring of
+// stages in shared memory, and warpgroups multiply from there (wgmma). An element's chain is the same in
+// every shape of tile: from 0 or c, one step of sixteen k after the other into one f32 sum. Shapes only
+// choose which chains run side by side, so the bits do not depend on M or on the other rows.
+//
+// The copy engine wants rows that begin on 16 bytes; products.cuh has the form for others (wgmma_takes()).
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+
+#include "kernels/cuda/driver.h"
+#include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/products.cuh"
+
+namespace slipstream::kernels {
+
+// Tiles of 64 kWarpgroups x kN; kStages stages of 64 k.
+template <int kWarpgroups_, int kN_, int kStages_>
+struct WgmmaShape {
+  static constexpr int kWarpgroups = kWarpgroups_, kN = kN_, kStages = kStages_;
+  static constexpr int kM = 64 * kWarpgroups, kDepth = 64;
+  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+};
+// A box of 64 x 64 values, as the copy engine writes it: 64 rows of 128 bytes. Boxes of k along the rows
+// follow each other without a seam.
+constexpr int kBoxBytes = 64 * 64 * 2;
+
+template <class Shape>
+struct WgmmaShared {
+  unsigned char a[Shape::kStages][Shape::kM / 64 * kBoxBytes];
+  unsigned char b[Shape::kStages][Shape::kN / 64 * kBoxBytes];
+  uint64_t full[Shape::kStages];   // the stage's bytes are there
+  uint64_t empty[Shape::kStages];  // all warps are done with them
+  int tile[2];                     // what is worked on next, from the one thread to all
+  uint64_t tile_given[2], tile_taken[2];
+};
+
+struct WgmmaArguments {
+  CUtensorMap a, b;
+  Product product;
+  int stage_bytes;  // that arrive for each stage
+  int* next_tile;   // counts, from 0, the tiles taken beyond each block's first; null where there are none
+};
+
+// A place in a ring, and the parity of the barriers' phase in this round.
+template <int kCount>
+struct Ring {
+  int place = 0, parity = 0;
+  __device__ void advance() {
+    if (++place == kCount) place = 0, parity ^= 1;
+  }
+};
+
+// Finds tiles by ascending index. Sixteen tiles of rows at a time go through all columns, so that what runs
+// at the same time shares rows of both factors in the L2.
+template <class Shape>
+class TileFinder {
+ public:
+  __device__ explicit TileFinder(const Product& p) : p_(p) {}
+  __device__ bool find(int index, Tile& tile) {  // false: it is beyond the last
+    constexpr int kGroup = 16;
+    const int columns = static_cast<int>((p_.n + Shape::kN - 1) / Shape::kN);
+    for (; batch_ < p_.batch; ++batch_) {
+      const int64_t begin = p_.row_begin == nullptr ? 0 : p_.row_begin[batch_];
+      const int64_t count = p_.row_begin == nullptr ? 0 : p_.row_begin[batch_ + 1] - begin;
+      const int64_t m = p_.rows_grouped ? count : p_.m;
+      const int rows = static_cast<int>((m + Shape::kM - 1) / Shape::kM), i = index - first_;
+      if (i >= rows * columns) {
+        first_ += rows * columns;
+        continue;
+      }
+      const int group = i / (kGroup * columns), place = i % (kGroup * columns);
+      const int height = min(kGroup, rows - group * kGroup);
+      tile = {.batch = batch_,
+              .row_offset = begin,
+              .m = m,
+              .k = p_.depth_grouped ? count : p_.k,
+              .m0 = int64_t{group * kGroup + place % height} * Shape::kM,
+              .n0 = int64_t{place / height} * Shape::kN};
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  const Product& p_;
+  int64_t batch_ = 0;  // product or expert
+  int first_ = 0;      // its first tile
+};
+
+// kSides rows of A or columns of B from `side` on, 64 k from `depth` on.
+template <bool kDepthInner, int kSides>
+__device__ __forceinline__ void copy_factor(unsigned char* to, const CUtensorMap& map, uint64_t* barrier,
+                                            int64_t side, int64_t depth, int64_t batch) {
+  const int y = static_cast<int>(depth), z = static_cast<int>(batch);
+  if constexpr (kDepthInner) {  // one box that is as high as all sides
+    copy_box(to, map, barrier, y, static_cast<int>(side), z);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSides / 64; ++i)
+      copy_box(to + i * kBoxBytes, map, barrier, static_cast<int>(side) + i * 64, y, z);
+  }
+}
+
+// The one thread that hands out tiles and starts all copies of its block. A block takes its next tile when it
+// needs one, not by a fixed rule: neighbouring tiles then start at about the same time whatever happened
+// before, and share what they read in the L2.
+template <class Shape, bool kTransposeA, bool kTransposeB>
+__device__ void feed(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
+  const Product& p = args.product;
+  TileFinder<Shape> finder(p);
+  Ring<Shape::kStages> stage;
+  Ring<2> turn;
+  for (int index = static_cast<int>(blockIdx.x), next = 0;; index = next, turn.advance()) {
+    barrier_wait(&shared.tile_taken[turn.place], turn.parity ^ 1);  // passes in the first round
+    shared.tile[turn.place] = index;
+    barrier_arrive(&shared.tile_given[turn.place]);
+    Tile tile;
+    if (!finder.find(index, tile)) return;
+    next = static_cast<int>(gridDim.x) + (args.next_tile == nullptr ? index : atomicAdd(args.next_tile, 1));
+    const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch,
+                  batch_b = p.depth_grouped ? 0 : tile.batch;
+    const int64_t row = tile.m0 + (p.rows_grouped ? tile.row_offset : 0),
+                  depth = p.depth_grouped ? tile.row_offset : 0;
+    for (int64_t k = 0; k < tile.k; k += Shape::kDepth, stage.advance()) {
+      uint64_t* const full = &shared.full[stage.place];
+      barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
+      barrier_arrive_expecting(full, args.stage_bytes);
+      copy_factor<!kTransposeA, Shape::kM>(shared.a[stage.place], args.a, full, row, depth + k, batch_a);
+      copy_factor<kTransposeB, Shape::kN>(shared.b[stage.place], args.b, full, tile.n0, depth + k, batch_b);
+    }
+  }
+}
+
+// Where a thread's sums belong: pairs of neighbouring columns, pair j eight columns from pair j - 1; `low` is
+// 0 in the thread's upper row and 1 in the one eight below.
+template <class C>
+struct PairsOfC {
+  C* c;  // of the product or the expert
+  int64_t ldc, m, n, row0, column0;
+  bool whole;  // pairs are aligned, and of each eight columns all exist or none
+
+  __device__ PairsOfC(const Product& p, const Tile& tile)
+      : c(static_cast<C*>(p.c) + (p.rows_grouped ? tile.row_offset * p.ldc : tile.batch * p.stride_c)),
+        ldc(p.ldc),
+        m(tile.m),
+        n(p.n),
+        row0(tile.m0 + threadIdx.x / kWarp * 16 + threadIdx.x % kWarp / 4),
+        column0(tile.n0 + threadIdx.x % 4 * 2),
+        whole(p.fast_c) {}
+
+  __device__ void load_pair(float* pair, int j, int low) const {
+    const int64_t row = row0 + low * 8, column = column0 + j * 8;
+    if (row >= m || column >= n) return;
+    const C* const at = c + row * ldc + column;
+    if (whole && sizeof(C) == 4) {
+      const float2 both = *reinterpret_cast<const float2*>(at);
+      pair[0] = both.x, pair[1] = both.y;
+    } else {
+      pair[0] = load(at);
+      if (column + 1 < n) pair[1] = load(at + 1);
+    }
+  }
+  // Pairs j and j + 1: a quad of threads writes whole sectors of 32 bytes where it can.
+  __device__ void store_two(const float* first, const float* second, int j, int low) const {
+    const int64_t row = row0 + low * 8, column = column0 + j * 8;
+    if (!whole) {
+      for (int i = 0; i < 4; ++i) {
+        const int64_t at = column + i / 2 * 8 + i % 2;
+        if (row < m && at < n) store(c + row * ldc + at, i < 2 ? first[i] : second[i - 2]);
+      }
+    } else if constexpr (sizeof(C) == 4) {
+      if (row < m && column < n) *reinterpret_cast<float2*>(c + row * ldc + column) = {first[0], first[1]};
+      if (row < m && column + 8 < n)
+        *reinterpret_cast<float2*>(c + row * ldc + column + 8) = {second[0], second[1]};
+    } else {
+      // Neighbours exchange a pair: even threads then have four columns of the first eight, odd ones of the
+      // second.
+      const bool odd = threadIdx.x % 2 == 1;
+      const uint32_t pair0 = pack_bf16(first[0], first[1]), pair1 = pack_bf16(second[0], second[1]);
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? pair0 : pair1, 1);
+      const int64_t four = column + (odd ? 6 : 0);
+      if (row < m && four < n) {
+        *reinterpret_cast<uint2*>(c + row * ldc + four) = odd ? uint2{got, pair1} : uint2{pair0, got};
+      }
+    }
+  }
+};
+
+// k beyond an expert's rows belong to the next one: zeros instead, in both factors, as 0 * inf is not 0.
+template <class Shape>
+__device__ void clear_depth(unsigned char* a, unsigned char* b, int from) {
+  const int pieces = (Shape::kDepth - from) * 8;  // of 16 bytes in each box, whose rows are k
+  for (int i = static_cast<int>(threadIdx.x); i < pieces * (Shape::kM + Shape::kN) / 64;
+       i += Shape::kConsumers) {
+    const int box = i / pieces;
+    unsigned char* const to =
+        box < Shape::kM / 64 ? a + box * kBoxBytes : b + (box - Shape::kM / 64) * kBoxBytes;
+    *reinterpret_cast<uint4*>(to + (from * 8 + i % pieces) * 16) = uint4{0, 0, 0, 0};
+  }
+  fence_async_proxy();
+  asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");  // all warpgroups that multiply
+}
+
+// A warpgroup that multiplies: 64 rows of each tile.
+template <class Shape, bool kTransposeA, bool kTransposeB, class C>
+__device__ __forceinline__ void multiply(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
+  constexpr int kPairs = Shape::kN / 8;
+  // Sixteen k in bytes: rows of 128 where rows are k.
+  constexpr int kStepA = kTransposeA ? 16 * 128 : 32, kStepB = kTransposeB ? 32 : 16 * 128;
+  const Product& p = args.product;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
+  const auto arrive = [&](uint64_t* barrier) {  // once a warp
+    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
+  };
+  TileFinder<Shape> finder(p);
+  Ring<Shape::kStages> stage;
+  Ring<2> turn;
+  for (;; turn.advance()) {
+    barrier_wait(&shared.tile_given[turn.place], turn.parity);
+    const int index = shared.tile[turn.place];
+    __syncwarp();
+    arrive(&shared.tile_taken[turn.place]);
+    Tile tile;
+    if (!finder.find(index, tile)) return;
+    if (tile.k == 0) continue;  // an expert without rows, whose c keeps its values
+    const PairsOfC<C> pairs(p, tile);
+    float sums[kPairs * 4];
+    if (p.accumulate) {
+#pragma unroll
+      for (int i = 0; i < kPairs * 2; ++i) pairs.load_pair(sums + i * 2, i / 2, i % 2);
+    }
+    wgmma_pin(sums);
+    uint64_t* previous = nullptr;  // barrier of the stage that is still being read
+    int add = p.accumulate ? 1 : 0;
+    int64_t k_left = tile.k;
+    do {
+      unsigned char *const a = shared.a[stage.place], *const b = shared.b[stage.place];
+      barrier_wait(&shared.full[stage.place], stage.parity);
+      if constexpr (kTransposeA && !kTransposeB) {
+        if (p.depth_grouped && k_left < Shape::kDepth) clear_depth<Shape>(a, b, static_cast<int>(k_left));
+      }
+      const uint64_t from_a = factor_descriptor(a + warpgroup * kBoxBytes, kBoxBytes);
+      const uint64_t from_b = factor_descriptor(b, kBoxBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < Shape::kDepth / 16; ++i) {
+        wgmma<kTransposeA, kTransposeB>(sums, from_a + (i * kStepA >> 4), from_b + (i * kStepB >> 4),
+                                        i == 0 ? add : 1);
+      }
+      wgmma_commit();
+      // The stage before has been read; this one's products run on while the next is awaited.
+      wgmma_wait<1>();
+      if (previous != nullptr) arrive(previous);
+      previous = &shared.empty[stage.place];
+      add = 1;
+      k_left -= Shape::kDepth;
+      stage.advance();
+    } while (k_left > 0);
+    wgmma_wait<0>();
+    arrive(previous);
+    wgmma_pin(sums);
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kPairs * 4; ++i) {
+        const int64_t column = pairs.column0 + i / 4 * 8 + i % 2;
+        if (column < p.n) sums[i] += p.bias[column];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float* const first = sums + i / 2 * 8 + i % 2 * 2;
+      pairs.store_two(first, first + 4, i / 2 * 2, i % 2);
+    }
+  }
+}
+
+template <class Shape, bool kTransposeA, bool kTransposeB, class C>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    wgmma_product(const __grid_constant__ WgmmaArguments args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<WgmmaShared<Shape>*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Shape::kStages; ++i) {
+      barrier_init(&shared.full[i], 1);
+      barrier_init(&shared.empty[i], Shape::kConsumers / kWarp);
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&shared.tile_given[i], 1);
+      barrier_init(&shared.tile_taken[i], Shape::kConsumers / kWarp);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  // 128 sums a thread and what goes with them need more than an even share of the registers.
+  if (threadIdx.x < Shape::kConsumers) {
+    if constexpr (Shape::kWarpgroups == 2) take_registers<232>();
+    multiply<Shape, kTransposeA, kTransposeB, C>(shared, args);
+  } else {
+    if constexpr (Shape::kWarpgroups == 2) give_registers<40>();
+    if (threadIdx.x == Shape::kConsumers) feed<Shape, kTransposeA, kTransposeB>(shared, args);
+  }
+}
+
+// --- Launches -------------------------------------------------------------------------------
+
+// `batch` stored bf16 matrices as the copy engine sees them: boxes of 64 columns and `box_rows` rows.
+inline CUtensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t batch, int64_t ld,
+                              int64_t stride, int64_t box_rows) {
+  static auto* const encode = cuda::driver<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  const auto u64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const cuuint64_t sizes[3] = {u64(columns), u64(rows), u64(batch)};
+  const cuuint64_t strides[2] = {u64(ld * 2), u64((batch == 1 ? rows * ld : stride) * 2)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK_EQ(static_cast<int>(result), 0);
+  return map;
+}
+
+inline int64_t multiprocessors() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "product");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "product");
+  return count;
+}
+
+template <class Shape, bool kTransposeA, bool kTransposeB, class C>
+void launch_wgmma_product(const Product& p, Stream& stream) {
+  const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 1 : p.batch,
+                batch_b = p.depth_grouped ? 1 : p.batch;
+  // Of few rows no more are copied than there are, in eights; the tile's others are whatever is there, and
+  // stay unused.
+  const int64_t rows_a = std::min<int64_t>(Shape::kM, divide_up(p.m, 8) * 8);
+  const ArenaScope scope(stream.workspace());
+  const int64_t tiles =
+      row_tiles(p, Shape::kM) * (p.rows_grouped ? 1 : p.batch) * divide_up(p.n, Shape::kN);  // at most
+  const int64_t blocks = std::min(tiles, multiprocessors());
+  const WgmmaArguments args{
+      .a = kTransposeA ? tensor_map(p.a, p.m, p.k, batch_a, p.lda, p.stride_a, 64)
+                       : tensor_map(p.a, p.k, p.m, batch_a, p.lda, p.stride_a, rows_a),
+      .b = kTransposeB ? tensor_map(p.b, p.k, p.n, batch_b, p.ldb, p.stride_b, Shape::kN)
+                       : tensor_map(p.b, p.n, p.k, batch_b, p.ldb, p.stride_b, 64),
+      .product = p,
+      .stage_bytes = static_cast<int>((kTransposeA ? Shape::kM : rows_a) + Shape::kN) * Shape::kDepth * 2,
+      .next_tile = tiles > blocks ? stream.workspace().zeros(DType::kI32, {1}, stream).i32() : nullptr};
+  const auto kernel = wgmma_product<Shape, kTransposeA, kTransposeB, C>;
+  constexpr int kBytes = sizeof(WgmmaShared<Shape>);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "product");
+  kernel<<<static_cast<unsigned>(blocks), Shape::kThreads, kBytes, cuda_stream(stream)>>>(args);
+}
+
+template <class Shape, class C>
+void launch_wgmma_shape(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
+  if (transpose_a) return launch_wgmma_product<Shape, true, false, C>(p, stream);
+  if (transpose_b) return launch_wgmma_product<Shape, false, true, C>(p, stream);
+  launch_wgmma_product<Shape, false, false, C>(p, stream);
+}
+
+// Whether this form takes the product. On an H200 its bits and those of mma.sync were the same, but nobody
+// promises that: the answer must not depend on the number of rows. (Of a stored [k, m], m is the weight's.)
+inline bool wgmma_takes(const Product& p, bool transpose_a, bool transpose_b) {
+  const bool used = !(transpose_a && transpose_b);  // by layers: kernels that nobody needs are not compiled
+  return p.fast_a && p.fast_b && p.k > 0 && used;
+}
+
+template <class C>
+void wgmma_product_as(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
+  // The shape whose rounds over all multiprocessors take least. `time` of a tile: relative, from 1 to 16384
+  // rows x 6144 x 6144 on an H200; below 128 x 128 it is that of the steps of k one after the other.
+  struct Choice {
+    int64_t rows, columns, time;
+    void (*launch)(const Product&, bool, bool, Stream&);
+  };
+  constexpr Choice kChoices[] = {{128, 256, 256, launch_wgmma_shape<WgmmaShape<2, 256, 4>, C>},
+                                 {128, 192, 200, launch_wgmma_shape<WgmmaShape<2, 192, 5>, C>},
+                                 {128, 128, 150, launch_wgmma_shape<WgmmaShape<2, 128, 6>, C>},
+                                 {64, 128, 115, launch_wgmma_shape<WgmmaShape<1, 128, 8>, C>},
+                                 {64, 64, 104, launch_wgmma_shape<WgmmaShape<1, 64, 12>, C>}};
+  const int64_t rows = p.rows_grouped ? divide_up(p.m, p.batch) : p.m;  // an expert's, on average
+  const int64_t blocks = multiprocessors();
+  const auto time = [&](const Choice& choice) {
+    const int64_t tiles = divide_up(rows, choice.rows) * divide_up(p.n, choice.columns) * p.batch;
+    return divide_up(tiles, blocks) * choice.time;
+  };
+  const Choice* const best =
+      std::min_element(std::begin(kChoices), std::end(kChoices),
+                       [&](const Choice& x, const Choice& y) { return time(x) < time(y); });
+  best->launch(p, transpose_a, transpose_b, stream);
+}
+
+}  // namespace slipstream::kernels
