@@ -5,12 +5,13 @@
 #   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16, short jobs;
 #                               one table, logs in DIR/logs or $LOGS
 #   DIR/gpu.sh jobs             there: the quickstart, and the same with 150 M parameters, with reward and tokens/s
-#   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill, decode, training step
+#   DIR/gpu.sh slices           there: products beside cuBLAS; four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill,
+#                               decode, training step
 #   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
 # Exits 1 when anything failed.
 set -euo pipefail
 
-binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench"
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/gemm_cuda_bench"
 
 bundle() {
   local root dir=$1 build=${BUILD:-build/cuda}
@@ -92,6 +93,8 @@ jobs() {
 }
 
 slices() {
+  step products "$here/gemm_cuda_bench"
+  cat "$logs/products.log"
   for preset in flash glm52; do
     step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json"
     cat "$logs/slice_$preset.log"
@@ -118,7 +121,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,12p' "$0"
+    sed -n '2,13p' "$0"
     exit 2
     ;;
 esac
