@@ -40,7 +40,7 @@ std::string tiles(const RunData& run) {
               "carried no loss: too far from the policy that sampled them");
   out += tile("Log-prob mismatch", short_number(max_of(run.column("mismatch_abs_max"))), "largest ever; 0: exact");
   out += tile("Tokens per second", short_number(sum_of(increments(run.column("generated_tokens")), rl, end) / wall),
-              absl::StrCat("generated; ", short_number(sum_of(run.column("trained_tokens"), rl, end) / wall), " trained"));
+              absl::StrCat("generated; ", short_number(sum_of(run.column("trained_tokens"), rl, end) / wall), " trained, prompts included"));
   return out + "</div>\n";
 }
 
@@ -82,7 +82,7 @@ std::string charts(const RunData& run, nlohmann::json* hover) {
                    .y = smoothed(rate(increments(column("generated_tokens")), seconds), window)},
                   {.name = "trained", .y = smoothed(rate(column("trained_tokens"), seconds), window)}}});
   LineChart dropped = {.title = "Dropped trajectories",
-                       .explanation = "Running totals of episodes that were not trained on, by reason.",
+                       .explanation = "Running totals of episodes that were not trained on, by reason (docs/run_directory.md explains each).",
                        .series = {}};
   for (const auto& [reason, totals] : run.columns_under("dropped_by_reason")) {
     if (dropped.series.size() < 6) dropped.series.push_back({.name = reason, .y = totals});

@@ -98,7 +98,10 @@ absl::Status run_learner(const RoleFlags& flags) {
     if (root) RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.learner_metrics_address), log));
     ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
                      learner::Learner::create(job.learner, job.shared, group, metrics, log));
-    if (root) std::printf("learner: %d ranks, weights at %s\n", group.size(), learner->weights_address().c_str());
+    if (root) {
+      std::printf("learner: %d rank(s), weights at %s\n", group.size(), learner->weights_address().c_str());
+      std::fflush(stdout);  // a file gets it before the first step too
+    }
     const int64_t before = learner->step();
     RETURN_IF_ERROR(train(*learner, job, root, signals.token(), log));
     return root && learner->finished() ? conclude(job, learner->step() - before) : absl::OkStatus();
