@@ -29,7 +29,8 @@ absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType 
                      model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp()));
   }
   if (compute.on_cuda()) {
-    ASSIGN_OR_RETURN(out.on_device_, out.on_host().copy_to(out.config(), compute));
+    ASSIGN_OR_RETURN(out.on_device_,
+                     model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp(), compute.device()));
   }
   out.round(host, compute);
   return out;

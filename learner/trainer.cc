@@ -147,7 +147,7 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
       dentropies[row] = trained ? static_cast<float>(-options_.loss.entropy_bonus * scales[s]) : 0.0f;
     }
   }
-  model::ModelWeights& gradients = (device_gradients_ ? *device_gradients_ : gradients_).tensors();
+  model::ModelWeights& gradients = pass_gradients().tensors();
   const Tensor dlogprob = step.upload(dlogprobs), dentropy = with_entropy ? step.upload(dentropies) : Tensor();
   const Tensor dchosen =
       network_->log_probs_backward(weights, chosen, target_ids, micro.temperature, log_probs, dlogprob,
@@ -234,7 +234,7 @@ void Trainer::summarize(const TrainingBatch& batch, Objective objective, const s
 absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& batch,
                                                          const std::string& objective_name) {
   ASSIGN_OR_RETURN(const Objective objective, find_objective(objective_name));
-  (device_gradients_ ? *device_gradients_ : gradients_).zero(compute_);
+  pass_gradients().zero(compute_);
   const model::ModelConfig& config = weights_.config();
   const auto moe_layers =
       std::count_if(config.layers.begin(), config.layers.end(), [](const auto& layer) { return layer.moe; });

@@ -73,6 +73,8 @@ class Trainer {
   Trainer(PolicyWeights& weights, const TrainerOptions& options, parallel::Group& group,
           kernels::Stream& host, kernels::Stream& compute, std::unique_ptr<model::Model> network,
           model::WeightStore gradients, AdamW optimizer, kernels::Arena arena);
+  // What passes add to: the host's gradients, or the device's.
+  model::WeightStore& pass_gradients() { return device_gradients_ ? *device_gradients_ : gradients_; }
   std::vector<double> token_scales(const TrainingBatch& batch) const;
   absl::Status run_micro_batch(const TrainingBatch& batch, const MicroBatch& micro, Objective objective,
                                const std::vector<double>& scales, GradientResult& out);

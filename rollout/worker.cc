@@ -26,6 +26,7 @@ struct Worker::Impl {
 Worker::Config Worker::Config::from(ConfigNode root) {
   Config c;
   c.model = model::ModelSection::from(root, "rollout");
+  c.engine.device = c.model.device;
   ConfigNode rollout = root.child("rollout");
   rollout.read("worker_id", &c.engine.worker_id);
   if (const std::string problem = file_name_problem(c.engine.worker_id); !problem.empty()) rollout.fail("worker_id", problem);
@@ -67,11 +68,9 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
                    kernels::Stream::create_cpu(config.engine.threads));
   ASSIGN_OR_RETURN(model::LoadedWeights loaded,
                    model::load_weights(config.model.path, config.model.dtype, *stream));
-  EngineConfig engine = config.engine;
-  engine.device = config.model.device;
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   ASSIGN_OR_RETURN(impl->engine,
-                   Engine::create(engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
+                   Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
   ASSIGN_OR_RETURN(impl->service, WorkerService::start(config.address, *impl->engine, log));
   const auto foreign = [path = config.model.path, on_failure](const absl::Status& status) {
     if (!on_failure) return;
