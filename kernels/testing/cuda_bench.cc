@@ -1,0 +1,65 @@
+#include "kernels/testing/cuda_bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "common/check.h"
+#include "common/hash.h"
+#include "kernels/bf16.h"
+
+namespace slipstream::kernels::testing {
+namespace {
+
+std::unique_ptr<Stream> create_stream() {
+  absl::StatusOr<std::unique_ptr<Stream>> stream = Stream::create_cuda(0, int64_t{1} << 31);
+  if (!stream.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(stream.status().message()).c_str());
+    std::exit(1);
+  }
+  return *std::move(stream);
+}
+
+}  // namespace
+
+CudaBench::CudaBench() : stream_(create_stream()), arena_(*Arena::create_cuda(0, int64_t{1} << 37)) {}
+
+Tensor CudaBench::random(DType dtype, std::initializer_list<int64_t> shape, float low, float high) {
+  CHECK(dtype == DType::kF32 || dtype == DType::kBf16);
+  const Tensor tensor = arena_.alloc(dtype, shape);
+  const int64_t count = std::min<int64_t>(tensor.numel(), 1 << 22);
+  std::vector<float> values(static_cast<size_t>(count));
+  std::vector<bf16> rounded(dtype == DType::kBf16 ? values.size() : 0);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double unit = static_cast<double>(splitmix64(i + static_cast<size_t>(tensor.numel())) >> 11) * 0x1p-53;
+    values[i] = low + (high - low) * static_cast<float>(unit);
+    if (!rounded.empty()) rounded[i] = to_bf16(values[i]);
+  }
+  const void* from = rounded.empty() ? static_cast<const void*>(values.data()) : rounded.data();
+  for (int64_t begin = 0; begin < tensor.numel(); begin += count) {
+    char* const at = static_cast<char*>(tensor.raw()) + begin * size_of(dtype);
+    stream_->upload(from, Tensor(at, dtype, {std::min(count, tensor.numel() - begin)}, tensor.device()));
+  }
+  return tensor;
+}
+
+Tensor CudaBench::upload(const void* values, DType dtype, std::initializer_list<int64_t> shape) {
+  const Tensor tensor = arena_.alloc(dtype, shape);
+  stream_->upload(values, tensor);
+  return tensor;
+}
+
+double CudaBench::milliseconds(absl::FunctionRef<void(int)> run, int launches) {
+  constexpr int kFirst = 3;
+  for (int i = 0; i < kFirst; ++i) run(i);
+  stream_->synchronize();
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < launches; ++i) run(kFirst + i);
+  stream_->synchronize();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / launches;
+}
+
+}  // namespace slipstream::kernels::testing

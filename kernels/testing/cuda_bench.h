@@ -1,0 +1,36 @@
+// What benchmarks of CUDA kernels share: one arena of device tensors with random values, and the time of a launch.
+// Not Google Benchmark: peers run in turns with ours in one process, as the card's clock follows its load.
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "kernels/arena.h"
+#include "kernels/stream.h"
+
+namespace slipstream::kernels::testing {
+
+class CudaBench {
+ public:
+  // Ends the process where there is no device.
+  CudaBench();
+
+  Stream& stream() { return *stream_; }
+  Arena& arena() { return arena_; }
+
+  // Uniform in [low, high), f32 or bf16; the values repeat every four million.
+  Tensor random(DType dtype, std::initializer_list<int64_t> shape, float low = -1.0f, float high = 1.0f);
+  // A copy on the device of host values, dense.
+  Tensor upload(const void* values, DType dtype, std::initializer_list<int64_t> shape);
+
+  // Milliseconds a launch of run(i), the mean of `launches` after three to warm up; i counts up, so that run may take
+  // one of several copies of what would otherwise stay in the L2.
+  double milliseconds(absl::FunctionRef<void(int)> run, int launches = 20);
+
+ private:
+  std::unique_ptr<Stream> stream_;
+  Arena arena_;
+};
+
+}  // namespace slipstream::kernels::testing
