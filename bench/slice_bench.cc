@@ -1,4 +1,4 @@
-// slice_bench CONFIG.json [--layers 4] [--device cuda]: a published shape cut to its first layers, with random weights: tokens a
+// slice_bench CONFIG.json [--layers 4] [--device cuda] [--trace]: a published shape cut to its first layers, with random weights: tokens a
 // second and share of the roofline of prefill, decode and a training step, and the memory they take. One table.
 #include <cmath>
 #include <cstdio>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "bench/kernel_trace.h"
 #include "bench/measuring.h"
 #include "common/hash.h"
 #include "common/status.h"
@@ -28,6 +29,7 @@ struct Flags {
   int64_t context = 8192;      // of decode
   int64_t train_tokens = 16384;
   int64_t chunk = 8192;        // rows of a prefill pass
+  bool trace = false;
   double teraflops = 989;      // ceilings of the device, bf16: an H200
   double terabytes = 4.8;      // a second
 };
@@ -101,6 +103,16 @@ void print(const std::string& name, double seconds, double tokens, const char* b
   std::fflush(stdout);
 }
 
+// One more pass, traced, where that was asked for.
+template <class Pass>
+absl::Status trace(const Bench& b, const std::string& what, int passes, const Pass& run_pass) {
+  if (!b.flags.trace) return absl::OkStatus();
+  RETURN_IF_ERROR(bench::KernelTrace::start());
+  for (int i = 0; i < passes; ++i) RETURN_IF_ERROR(run_pass());
+  bench::KernelTrace::report(what, passes);
+  return absl::OkStatus();
+}
+
 absl::Status pass(Bench& b, Cache& cache, const std::vector<int64_t>& sequences, const std::vector<int32_t>& ids, bool logits) {
   const kernels::ArenaScope scope(b.arena);
   const auto count = static_cast<int64_t>(ids.size() / sequences.size());
@@ -137,6 +149,12 @@ absl::Status bench_prefill(Bench& b) {
     const double flops = static_cast<double>(tokens) * static_cast<double>(cost.flops.total() - 2 * b.config.vocab * b.config.hidden);
     print(absl::StrCat("prefill ", tokens), best, static_cast<double>(tokens), "bf16 peak", flops / best / (b.flags.teraflops * 1e12),
           b.arena.peak() + cache->usage().bytes_total);
+    const auto once_more = [&]() -> absl::Status {
+      ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
+      RETURN_IF_ERROR(prefill(b, *cache, sequence, tokens).status());
+      return cache->free(sequence);
+    };
+    RETURN_IF_ERROR(trace(b, absl::StrCat("prefill ", tokens), 1, once_more));
   }
   return absl::OkStatus();
 }
@@ -181,6 +199,9 @@ absl::Status bench_decode(Bench& b) {
     const double seconds = bench::seconds_since(start) / kSteps;
     print(absl::StrCat("decode, batch ", batch, ", context ", b.flags.context), seconds, static_cast<double>(batch), "bandwidth",
           decode_bytes(b, cost, batch) / seconds / (b.flags.terabytes * 1e12), b.arena.peak() + cache->usage().bytes_total);
+    RETURN_IF_ERROR(trace(b, absl::StrCat("decode, batch ", batch), kFirst, [&] {
+      return pass(b, *cache, sequences, bench::random_ids(batch, b.config.vocab, kSteps), true);
+    }));
     for (const int64_t sequence : sequences) RETURN_IF_ERROR(cache->free(sequence));
   }
   return absl::OkStatus();
@@ -222,7 +243,7 @@ absl::Status bench_train(Bench& b) {
   for (const WeightStore::Entry& entry : gradients.entries()) bytes += entry.tensor.empty() ? 0 : entry.tensor.bytes();
   print(absl::StrCat("training step, ", b.flags.train_tokens, " tokens"), best, static_cast<double>(b.flags.train_tokens), "bf16 peak",
         flops / best / (b.flags.teraflops * 1e12), bytes);
-  return absl::OkStatus();
+  return trace(b, "training step", 1, [&] { return train_step(b, gradients, gradients.tensors()); });
 }
 
 absl::Status run(const Flags& flags) {
@@ -256,6 +277,7 @@ int main(int argc, char** argv) {
   app.add_option("--context", flags.context, "Tokens before the decode")->check(CLI::PositiveNumber);
   app.add_option("--train", flags.train_tokens, "Tokens of the training step; 0: none")->check(CLI::NonNegativeNumber);
   app.add_option("--chunk", flags.chunk, "Rows of a prefill pass")->check(CLI::PositiveNumber);
+  app.add_flag("--trace", flags.trace, "Print which kernels the time goes to; needs CUPTI");
   app.add_option("--tflops", flags.teraflops, "The device's bf16 peak");
   app.add_option("--tbps", flags.terabytes, "The device's memory bandwidth");
   CLI11_PARSE(app, argc, argv);
