@@ -1,5 +1,5 @@
 // The tiles of Gemm and GroupedGemm. Each element of c is one chain over ascending k: of fused multiply-adds in f32, started
-// at 0 or at c; or, where both factors are bf16, of the tensor cores' steps of sixteen k. Tiles only choose which chains run
+// at 0 or at c, where everything is f32; or of the tensor cores' steps of sixteen k. Tiles only choose which chains run
 // side by side: rows of a tile do not meet, so the bits do not depend on M, on the tile or on the other rows.
 #pragma once
 
@@ -68,12 +68,11 @@ __device__ bool find_tile(const Product& p, Tile& tile) {
   return false;
 }
 
-// --- f32 chains, factors of any dtype ---------------------------------------------------------------------------------
+// --- f32 chains ---------------------------------------------------------------------------------
 
 constexpr int kScalarTile = 64, kScalarDepth = 16, kScalarThreads = 256;
 
-template <class A, class B, class C>
-__global__ void __launch_bounds__(kScalarThreads) scalar_product(Product p, bool transpose_a, bool transpose_b) {
+inline __global__ void __launch_bounds__(kScalarThreads) scalar_product(Product p, bool transpose_a, bool transpose_b) {
   __shared__ float as[kScalarDepth][kScalarTile + 4];
   __shared__ float bs[kScalarDepth][kScalarTile + 4];
   Tile tile;
@@ -81,9 +80,9 @@ __global__ void __launch_bounds__(kScalarThreads) scalar_product(Product p, bool
   const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch * p.stride_a;
   const int64_t batch_b = p.depth_grouped ? 0 : tile.batch * p.stride_b;
   const int64_t batch_c = p.rows_grouped ? 0 : tile.batch * p.stride_c;
-  const A* const a = static_cast<const A*>(p.a) + batch_a + tile.row_offset * p.lda;
-  const B* const b = static_cast<const B*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0);
-  C* const c = static_cast<C*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0);
+  const float* const a = static_cast<const float*>(p.a) + batch_a + tile.row_offset * p.lda;
+  const float* const b = static_cast<const float*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0);
+  float* const c = static_cast<float*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0);
 
   // 64 x 16 values a matrix, four a thread. Neighbouring threads read along the stored rows.
   const auto load_a = [&](int64_t k0) {
@@ -376,11 +375,10 @@ void tensor_product_as(const Product& p, bool transpose_a, bool transpose_b, Str
   }
 }
 
-template <class A, class B, class C>
-void scalar_product_as(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
+inline void launch_scalar_product(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
   const dim3 grid(static_cast<unsigned>(divide_up(p.n, kScalarTile)), static_cast<unsigned>(row_tiles(p, kScalarTile)),
                   static_cast<unsigned>(p.rows_grouped ? 1 : p.batch));
-  scalar_product<A, B, C><<<grid, kScalarThreads, 0, cuda_stream(stream)>>>(p, transpose_a, transpose_b);
+  scalar_product<<<grid, kScalarThreads, 0, cuda_stream(stream)>>>(p, transpose_a, transpose_b);
 }
 
 // Dtypes of the factors and the result.

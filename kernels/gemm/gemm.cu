@@ -1,6 +1,7 @@
 #include "kernels/gemm/gemm.h"
 
 #include "kernels/cuda/products.cuh"
+#include "kernels/cuda/split_products.cuh"
 #include "kernels/cuda/wgmma_products.cuh"
 #include "kernels/launch_cuda.h"
 
@@ -8,18 +9,27 @@ namespace slipstream::kernels {
 
 void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_a, bool transpose_b, Stream& stream) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
-  with_type(c, [&](auto result) {
-    using C = decltype(result);
-    if (a == DType::kBf16 && b == DType::kBf16) {
-      if (wgmma_takes(p, transpose_a, transpose_b)) return wgmma_product_as<C>(p, transpose_a, transpose_b, stream);
-      return tensor_product_as<C>(p, transpose_a, transpose_b, stream);
-    }
-    with_type(a, [&](auto left) {
-      using A = decltype(left);
-      if (b == DType::kF32) return scalar_product_as<A, float, C>(p, transpose_a, transpose_b, stream);
-      if constexpr (std::is_same_v<A, float>) scalar_product_as<A, bf16, C>(p, transpose_a, transpose_b, stream);
+  if (a == DType::kF32 && b == DType::kF32 && c == DType::kF32) {
+    launch_scalar_product(p, transpose_a, transpose_b, stream);
+  } else if (thin_takes(p, a, b, c, transpose_a, transpose_b)) {
+    launch_thin(p, stream);
+  } else {
+    with_type(c, [&](auto result) {
+      using C = decltype(result);
+      if (a == DType::kBf16 && b == DType::kBf16) {
+        if (wgmma_takes(p, transpose_a, transpose_b)) return wgmma_product_as<C>(p, transpose_a, transpose_b, stream);
+        return tensor_product_as<C>(p, transpose_a, transpose_b, stream);
+      }
+      with_type(a, [&](auto left) {
+        using A = decltype(left);
+        constexpr bool kLeftF32 = std::is_same_v<A, float>;
+        if constexpr (kLeftF32) {
+          if (b == DType::kBf16) return split_product_as<A, bf16, C>(p, transpose_a, transpose_b, stream);
+        }
+        if constexpr (!kLeftF32 || !std::is_same_v<C, float>) split_product_as<A, float, C>(p, transpose_a, transpose_b, stream);
+      });
     });
-  });
+  }
   check_launch("product");
 }
 
