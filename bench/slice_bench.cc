@@ -12,6 +12,7 @@
 #include "common/hash.h"
 #include "common/status.h"
 #include "model/accounting.h"
+#include "model/decode_graphs.h"
 #include "model/model.h"
 #include "nlohmann/json.hpp"
 
@@ -91,6 +92,7 @@ struct Bench {
   WeightStore weights;
   std::unique_ptr<Model> model;
   kernels::Arena arena;
+  DecodeGraphs graphs = {};
 
   Step step(const PreparedBatch& prepared) { return {stream, arena, prepared, nullptr, activation_dtype(stream, weights.dtype())}; }
 };
@@ -113,14 +115,19 @@ absl::Status trace(const Bench& b, const std::string& what, int passes, const Pa
   return absl::OkStatus();
 }
 
+// With `logits`, a decode step.
 absl::Status pass(Bench& b, Cache& cache, const std::vector<int64_t>& sequences, const std::vector<int32_t>& ids, bool logits) {
   const kernels::ArenaScope scope(b.arena);
   const auto count = static_cast<int64_t>(ids.size() / sequences.size());
   const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(sequences.size(), count), .cached = sequences};
   ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, &cache, b.arena, b.stream));
   Step step = b.step(prepared);
-  const Tensor hidden = b.model->forward(b.weights.tensors(), step, nullptr);
-  if (logits) b.model->logits(b.weights.tensors(), hidden, step);
+  if (logits && b.stream.on_cuda()) {
+    b.graphs.run(*b.model, b.weights.tensors(), step, /*capture=*/false);
+  } else {
+    const Tensor hidden = b.model->forward(b.weights.tensors(), step, nullptr);
+    if (logits) b.model->logits(b.weights.tensors(), hidden, step);
+  }
   b.stream.synchronize();
   return absl::OkStatus();
 }

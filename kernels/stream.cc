@@ -196,6 +196,7 @@ void Stream::upload(const void* from, const Tensor& to) {
     std::memcpy(to.raw(), from, static_cast<size_t>(to.bytes()));
     return;
   }
+  CHECK(!cuda::recording(queue_->stream));  // a replay would copy what staging memory holds by then
   for (int64_t done = 0; done < to.bytes();) {
     if (queue_->staged == kStagingBytes) synchronize();
     const int64_t count = std::min(to.bytes() - done, kStagingBytes - queue_->staged);

@@ -29,6 +29,9 @@ struct PreparedBatch {
     std::vector<int32_t> row_begin, cached;
   };
   std::shared_ptr<HostSequences> host_sequences;  // what `sequences` points to in host memory
+  // On a GPU, in a batch of one row a sequence (decode), sizes do not follow each token, so that launches recorded for one
+  // step serve the next: `longest`, the widths of page tables and the tokens that the host knows of each sequence are those
+  // of the next power of two. Kernels read the device's numbers.
   kernels::Tensor cos, sin;       // [T, rotary/2] f32; absent without RoPE
   kernels::Tensor token_pages;    // [B, n] i32
   kernels::Tensor pool_pages;     // [B, n] i32
@@ -41,6 +44,8 @@ struct PreparedBatch {
   int64_t pool_page_count = 0;
 
   int64_t rows() const { return ids.size(0); }
+  // The sequences in the cache have these rows now: to be called once a forward over the batch is enqueued.
+  void advance() const;
 };
 
 // Checks the batch against the model and the cache and reserves room in it. InvalidArgument: a token outside the vocabulary,

@@ -86,11 +86,7 @@ Tensor Model::forward(const ModelWeights& w, Step& step, SavedForward* saved, co
     }
     state = out;
   }
-  if (batch.cache != nullptr) {
-    for (int64_t b = 0; b < batch.sequences.count(); ++b) {
-      batch.cache->advance(batch.cache_ids[static_cast<size_t>(b)], batch.sequences.end(b) - batch.sequences.begin(b));
-    }
-  }
+  batch.advance();
   if (options.capture != nullptr && options.capture != &choices) *options.capture = choices;
   return final_norm(w, state, saved, step);
 }

@@ -301,33 +301,37 @@ void Engine::step(const std::vector<Piece>& pieces) {
   CHECK_OK(prepared.status());  // requests were checked, room was reserved
   model::Step step{*stream_, *arena_, *prepared, panels_ ? &*panels_ : nullptr,
                    model::activation_dtype(*stream_, weights_->dtype())};
+  std::vector<Generation*> drawing;
+  std::vector<int32_t> drawing_rows;
+  for (int32_t row = -1; const Piece& piece : pieces) {
+    row += static_cast<int32_t>(piece.count);
+    if (!piece.samples()) continue;
+    drawing.push_back(piece.generation);
+    drawing_rows.push_back(row);
+  }
   model::Choices choices;
-  const Tensor hidden =
-      model_->forward(weights(), step, nullptr, {.replay = nullptr, .capture = capture ? &choices : nullptr});
+  Tensor logits;
+  if (stream_->on_cuda() && drawing.size() == batch.tokens.size()) {  // decode: every row draws
+    model::DecodeGraphs::Pass pass = decode_graphs_.run(*model_, weights(), step, capture);
+    logits = pass.logits;
+    choices = std::move(pass.choices);
+  } else {
+    const Tensor hidden =
+        model_->forward(weights(), step, nullptr, {.replay = nullptr, .capture = capture ? &choices : nullptr});
+    if (!drawing.empty()) logits = model_->logits(weights(), gather_rows(step, hidden, drawing_rows), step);
+  }
   choices = model::choices_on_host(choices, *stream_, *host_arena_);
   int64_t row = 0;
   for (const Piece& piece : pieces) {
     for (int64_t i = 0; i < piece.count; ++i, ++row) {
       if (piece.generation->request.capture.any()) piece.generation->replay->add(choices, row);
     }
-  }
-  sample(pieces, hidden, step);
-}
-
-// Draws a token for every piece that ends its ids. Marks all pieces as stored.
-void Engine::sample(const std::vector<Piece>& pieces, const Tensor& hidden, model::Step& step) {
-  std::vector<Generation*> drawing;
-  std::vector<int32_t> rows;
-  int64_t row = 0;
-  for (const Piece& piece : pieces) {
-    row += piece.count;
-    if (piece.samples()) {
-      drawing.push_back(piece.generation);
-      rows.push_back(static_cast<int32_t>(row - 1));
-    }
     Scheduler::stored(piece, policy_version_);
   }
-  if (drawing.empty()) return;
+  if (!drawing.empty()) sample(drawing, logits, step);
+}
+
+void Engine::sample(const std::vector<Generation*>& drawing, const Tensor& logits, model::Step& step) {
   const int64_t count = static_cast<int64_t>(drawing.size());
   std::vector<kernels::SamplingRow> sampling;
   for (const Generation* g : drawing) {
@@ -339,7 +343,6 @@ void Engine::sample(const std::vector<Piece>& pieces, const Tensor& hidden, mode
                         .seed = s.seed,
                         .counter = static_cast<uint64_t>(g->tokens())});
   }
-  const Tensor logits = model_->logits(weights(), gather_rows(step, hidden, rows), step);
   const Tensor tokens = step.ints({count}), token_logprobs = step.island({count}), truncations = step.ints({count});
   kernels::launch(kernels::Sampling{.logits = logits,
                                     .rows = sampling.data(),

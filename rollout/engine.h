@@ -17,6 +17,7 @@
 #include "common/metrics.h"
 #include "kernels/arena.h"
 #include "kernels/stream.h"
+#include "model/decode_graphs.h"
 #include "model/model.h"
 #include "rollout/request.h"
 #include "rollout/scheduler.h"
@@ -98,7 +99,8 @@ class Engine {
   void expire(absl::Time now);
   const model::ModelWeights& weights() const { return on_device_ ? on_device_->tensors() : weights_->tensors(); }
   void step(const std::vector<Piece>& pieces);
-  void sample(const std::vector<Piece>& pieces, const kernels::Tensor& hidden, model::Step& step);
+  // Draws a token for each of these from its row of logits.
+  void sample(const std::vector<Generation*>& drawing, const kernels::Tensor& logits, model::Step& step);
   void deliver(Generation& generation, int32_t id, float logprob, bool truncated, absl::Time now);
   // Ends a generation: takes it out of the scheduler, then tells its sink.
   void end(uint64_t handle, const absl::Status& error);
@@ -124,6 +126,7 @@ class Engine {
   Weights weights_;                             // in host memory
   std::optional<model::WeightStore> on_device_;  // the same on a GPU: passes read these
   std::optional<model::WeightPanels> panels_;  // of weights_
+  model::DecodeGraphs decode_graphs_;          // of passes over on_device_
   int32_t policy_version_ = 0;
   int32_t diverged_version_ = -1;  // the last one that gave logits that are no numbers
   std::function<void(absl::Status)> on_diverged_;

@@ -116,4 +116,29 @@ void zero(void* to, int64_t bytes, void* stream) {
   check_cuda(cudaMemsetAsync(to, 0, static_cast<size_t>(bytes), as_stream(stream)), "zero");
 }
 
+void begin_recording(void* stream) {
+  check_cuda(cudaStreamBeginCapture(as_stream(stream), cudaStreamCaptureModeThreadLocal), "record launches");
+}
+
+void* end_recording(void* stream) {
+  cudaGraph_t graph = nullptr;
+  check_cuda(cudaStreamEndCapture(as_stream(stream), &graph), "record launches");
+  cudaGraphExec_t executable = nullptr;
+  check_cuda(cudaGraphInstantiate(&executable, graph, 0), "make a graph of launches");
+  check_cuda(cudaGraphDestroy(graph), "make a graph of launches");
+  return executable;
+}
+
+bool recording(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(as_stream(stream), &status), "record launches");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void launch_graph(void* graph, void* stream) {
+  check_cuda(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), as_stream(stream)), "launch a graph");
+}
+
+void destroy_graph(void* graph) { static_cast<void>(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph))); }
+
 }  // namespace slipstream::kernels::cuda

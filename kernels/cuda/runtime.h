@@ -37,4 +37,11 @@ void synchronize(void* stream);
 void copy(void* to, const void* from, int64_t bytes, void* stream);
 void zero(void* to, int64_t bytes, void* stream);
 
+// Launches of a stream recorded instead of run, and run as one.
+void begin_recording(void* stream);
+void* end_recording(void* stream);  // a cudaGraphExec_t
+bool recording(void* stream);
+void launch_graph(void* graph, void* stream);
+void destroy_graph(void* graph);
+
 }  // namespace slipstream::kernels::cuda

@@ -23,5 +23,13 @@ void destroy_stream(void*) { CHECK(false); }
 void synchronize(void*) { CHECK(false); }
 void copy(void*, const void*, int64_t, void*) { CHECK(false); }
 void zero(void*, int64_t, void*) { CHECK(false); }
+void begin_recording(void*) { CHECK(false); }
+void* end_recording(void*) {
+  CHECK(false);
+  return nullptr;
+}
+bool recording(void*) { return false; }
+void launch_graph(void*, void*) { CHECK(false); }
+void destroy_graph(void*) { CHECK(false); }
 
 }  // namespace slipstream::kernels::cuda

@@ -8,6 +8,8 @@
 #include <memory>
 
 #include "gtest/gtest.h"
+#include "kernels/logprob/logprob.h"
+#include "model/decode_graphs.h"
 #include "model/host_values.h"
 #include "tests/property/test_models.h"
 
@@ -195,6 +197,34 @@ TEST_P(InvarianceTest, DecodeBesidePrefill) {
     CHECK_OK(cache->free(other_id));
   }
   expect_same(out, {whole_.begin(), whole_.begin() + 200}, "decode beside prefill");
+}
+
+// Decode steps recorded once and replayed, of batches that grow and shrink.
+TEST_P(InvarianceTest, ReplayedDecode) {
+  if (!cuda()) GTEST_SKIP() << "launches are recorded on a GPU";
+  kernels::Stream& stream = *cuda_stream();
+  const std::unique_ptr<Cache> cache = make_cache(m_);
+  const std::vector<int64_t> ids = {*cache->open(), *cache->open(), *cache->open()};
+  std::vector<float> out;
+  DecodeGraphs graphs;
+  for (int64_t t = 0; t < kLength; ++t) {
+    const kernels::ArenaScope scope(m_.arena);
+    const size_t count = t / 40 % 2 == 0 ? 1 : 3;
+    Batch batch{.tokens = std::vector<int32_t>(count, tokens_[static_cast<size_t>(t)]),
+                .lengths = std::vector<int64_t>(count, 1),
+                .cached = {ids.begin(), ids.begin() + static_cast<int64_t>(count)}};
+    const absl::StatusOr<PreparedBatch> prepared = prepare_batch(m_.config(), batch, cache.get(), m_.arena, stream);
+    CHECK_OK(prepared.status());
+    Step step{stream, m_.arena, *prepared, nullptr, m_.loaded.store.dtype()};
+    std::vector<int32_t> targets(count, t + 1 < kLength ? tokens_[static_cast<size_t>(t + 1)] : -1);
+    const Tensor logits = graphs.run(*m_.model, m_.weights(), step, /*capture=*/t % 2 == 0).logits;
+    const Tensor logprob = step.island({static_cast<int64_t>(count)}), lse = step.island({static_cast<int64_t>(count)});
+    kernels::launch(kernels::LogProb{.logits = logits, .targets = step.upload(targets), .logprob = logprob, .lse = lse,
+                                     .entropy = {}, .temperature = 1.0f},
+                    stream);
+    out.push_back(host_values<float>(logprob, stream)[0]);
+  }
+  expect_same(out, whole_, "replayed decode");
 }
 
 TEST_P(InvarianceTest, ForkedCache) {
