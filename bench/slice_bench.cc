@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "common/status.h"
 #include "model/accounting.h"
 #include "model/decode_graphs.h"
+#include "model/host_values.h"
 #include "model/model.h"
 #include "nlohmann/json.hpp"
 
@@ -31,8 +33,8 @@ struct Flags {
   int64_t train_tokens = 16384;
   int64_t chunk = 8192;        // rows of a prefill pass
   bool trace = false;
-  double teraflops = 989;      // ceilings of the device, bf16: an H200
-  double terabytes = 4.8;      // a second
+  double teraflops = 989;      // bf16 peak of an H200
+  double terabytes = 4.3;      // a second, as copies reach
 };
 
 absl::StatusOr<ModelConfig> read_slice(const std::string& path, int layers) {
@@ -166,15 +168,31 @@ absl::Status bench_prefill(Bench& b) {
   return absl::OkStatus();
 }
 
+// Experts that some token of a decode step uses, all MoE layers together.
+absl::StatusOr<int64_t> experts_used(Bench& b, Cache& cache, const std::vector<int64_t>& sequences, const std::vector<int32_t>& ids) {
+  const kernels::ArenaScope scope(b.arena);
+  const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(sequences.size(), 1), .cached = sequences};
+  ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, &cache, b.arena, b.stream));
+  Step step = b.step(prepared);
+  Choices choices;
+  b.model->forward(b.weights.tensors(), step, nullptr, {.replay = nullptr, .capture = &choices});
+  int64_t used = 0;
+  for (const LayerReplay& choice : choices) {
+    if (choice.experts.empty()) continue;
+    const std::vector<int32_t> experts = host_values<int32_t>(choice.experts, b.stream);
+    used += static_cast<int64_t>(std::set<int32_t>(experts.begin(), experts.end()).size());
+  }
+  return used;
+}
+
 // Bytes one decode step of `batch` sequences must read: weights once, of experts those that some token uses, and each
 // sequence's attended rows, indexer keys and recurrent state (read and written).
-double decode_bytes(const Bench& b, const Accounting& cost, int64_t batch) {
+double decode_bytes(const Bench& b, const Accounting& cost, int64_t batch, int64_t experts) {
   double weights = static_cast<double>(cost.parameters.active), moe_layers = 0;
   for (const LayerConfig& layer : b.config.layers) moe_layers += layer.moe;
   if (b.config.moe) {
-    const auto experts = static_cast<double>(b.config.moe->experts), used = static_cast<double>(b.config.moe->per_token);
-    const double touched = experts * (1 - std::pow(1 - used / experts, static_cast<double>(batch)));
-    weights += moe_layers * (touched - used) * 3.0 * static_cast<double>(b.config.hidden * b.config.moe->intermediate);
+    const double counted = moe_layers * static_cast<double>(b.config.moe->per_token);
+    weights += (static_cast<double>(experts) - counted) * 3.0 * static_cast<double>(b.config.hidden * b.config.moe->intermediate);
   }
   const auto context = static_cast<double>(b.flags.context);
   const double cache = context * (cost.decode_fraction * static_cast<double>(cost.latent_bytes_per_token) +
@@ -204,8 +222,9 @@ absl::Status bench_decode(Bench& b) {
       RETURN_IF_ERROR(pass(b, *cache, sequences, bench::random_ids(batch, b.config.vocab, static_cast<uint64_t>(step)), true));
     }
     const double seconds = bench::seconds_since(start) / kSteps;
+    ASSIGN_OR_RETURN(const int64_t experts, experts_used(b, *cache, sequences, bench::random_ids(batch, b.config.vocab, kSteps)));
     print(absl::StrCat("decode, batch ", batch, ", context ", b.flags.context), seconds, static_cast<double>(batch), "bandwidth",
-          decode_bytes(b, cost, batch) / seconds / (b.flags.terabytes * 1e12), b.arena.peak() + cache->usage().bytes_total);
+          decode_bytes(b, cost, batch, experts) / seconds / (b.flags.terabytes * 1e12), b.arena.peak() + cache->usage().bytes_total);
     RETURN_IF_ERROR(trace(b, absl::StrCat("decode, batch ", batch), kFirst, [&] {
       return pass(b, *cache, sequences, bench::random_ids(batch, b.config.vocab, kSteps), true);
     }));

@@ -1,5 +1,7 @@
 #include "model/decode_graphs.h"
 
+#include "kernels/range.h"
+
 namespace slipstream::model {
 namespace {
 
@@ -9,6 +11,7 @@ constexpr size_t kKindsMax = 512;
 }  // namespace
 
 DecodeGraphs::Pass DecodeGraphs::run(const Model& model, const ModelWeights& w, Step& step, bool capture) {
+  const kernels::Range range("decode step");
   const PreparedBatch& batch = step.batch;
   CHECK(batch.cache != nullptr && batch.rows() == batch.sequences.count());
   if (recorded_.size() >= kKindsMax) recorded_.clear();

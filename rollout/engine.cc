@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/range.h"
 #include "kernels/sampling/sampling.h"
 #include "model/host_values.h"
 
@@ -254,6 +255,7 @@ void Engine::swap_weights(Weights weights, int32_t policy_version, absl::Time si
     log_->warn("weights of version {} offered, {} is running: not taken", policy_version, policy_version_);
     return;
   }
+  const kernels::Range range("swap weights");
   CHECK(weights->dtype() == weights_->dtype() && weights->entries().size() == weights_->entries().size());
   weights_ = std::move(weights);
   if (panels_) panels_->follow(*weights_);
@@ -282,6 +284,7 @@ void Engine::expire(absl::Time now) {
 }
 
 void Engine::step(const std::vector<Piece>& pieces) {
+  const kernels::Range range("engine step");
   const kernels::ArenaScope scope(*arena_), host_scope(*host_arena_);
   model::Batch batch;
   bool capture = false;
@@ -332,6 +335,7 @@ void Engine::step(const std::vector<Piece>& pieces) {
 }
 
 void Engine::sample(const std::vector<Generation*>& drawing, const Tensor& logits, model::Step& step) {
+  const kernels::Range range("sample");
   const int64_t count = static_cast<int64_t>(drawing.size());
   std::vector<kernels::SamplingRow> sampling;
   for (const Generation* g : drawing) {

@@ -1,6 +1,9 @@
 #include "kernels/cuda/runtime.h"
 
+#include <nvtx3/nvToolsExt.h>
+
 #include "kernels/cuda/driver.h"
+#include "kernels/range.h"
 
 namespace slipstream::kernels::cuda {
 namespace {
@@ -142,3 +145,10 @@ void launch_graph(void* graph, void* stream) {
 void destroy_graph(void* graph) { static_cast<void>(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph))); }
 
 }  // namespace slipstream::kernels::cuda
+
+namespace slipstream::kernels {
+
+Range::Range(const char* name) { nvtxRangePushA(name); }
+Range::~Range() { nvtxRangePop(); }
+
+}  // namespace slipstream::kernels

@@ -1,6 +1,7 @@
 #include "kernels/cuda/runtime.h"
 
 #include "common/check.h"
+#include "kernels/range.h"
 
 namespace slipstream::kernels::cuda {
 namespace {
@@ -33,3 +34,10 @@ void launch_graph(void*, void*) { CHECK(false); }
 void destroy_graph(void*) { CHECK(false); }
 
 }  // namespace slipstream::kernels::cuda
+
+namespace slipstream::kernels {
+
+Range::Range(const char*) {}
+Range::~Range() {}
+
+}  // namespace slipstream::kernels

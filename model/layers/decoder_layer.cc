@@ -2,6 +2,7 @@
 
 #include "kernels/add/add.h"
 #include "kernels/mhc/mhc.h"
+#include "kernels/range.h"
 
 namespace slipstream::model {
 
@@ -103,6 +104,7 @@ void DecoderLayer::forward(const LayerWeights& w, const Tensor& state, const Ten
   Saved& s = keep ? *saved : unkept;
   const Tensor middle = step.alloc({state.size(0), state.size(1)});
   {
+    const kernels::Range range(mla_ ? "mla" : gqa_ ? "gqa" : "kda");
     const Tensor x = enter(w.attn_hyper, w.input_norm, state, s.attention, keep, step);
     if (mla_) {
       const bool replayed = runs_indexer() && !replay.selection.empty();
@@ -112,6 +114,7 @@ void DecoderLayer::forward(const LayerWeights& w, const Tensor& state, const Ten
     if (kda_) s.attention.y = kda_->forward(w.kda, x, cache, keep ? &s.kda : nullptr, step);
     leave(s.attention, s.attention.y, middle, step);
   }
+  const kernels::Range range(moe_ ? "moe" : "mlp");
   const Tensor x = enter(w.mlp_hyper, w.post_norm, middle, s.mlp, keep, step);
   s.mlp.y = moe_ ? moe_->forward(w.moe, x, replay.experts, chosen_experts, keep ? &s.moe : nullptr, step)
                  : dense_->forward(w.mlp, x, keep ? &s.dense : nullptr, step);
@@ -122,11 +125,13 @@ void DecoderLayer::backward(const LayerWeights& w, const Saved& s, const Tensor&
                             LayerWeights& dw, Step& step) const {
   Tensor dpost, dcomb;
   {
+    const kernels::Range range(moe_ ? "moe backward" : "mlp backward");
     const Tensor dy = leave_backward(s.mlp, dout, dstate, &dpost, &dcomb, step);
     const Tensor dh =
         moe_ ? moe_->backward(w.moe, s.moe, dy, dw.moe, step) : dense_->backward(w.mlp, s.dense, dy, dw.mlp, step);
     enter_backward(w.mlp_hyper, w.post_norm, s.mlp, dh, dpost, dcomb, dstate, dw.mlp_hyper, dw.post_norm, step);
   }
+  const kernels::Range range(mla_ ? "mla backward" : gqa_ ? "gqa backward" : "kda backward");
   const Tensor dy = leave_backward(s.attention, dstate, dstate, &dpost, &dcomb, step);
   Tensor dh;
   if (mla_) dh = mla_->backward(w.mla, s.mla, dy, dw.mla, step);
