@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # The CUDA forms on a machine that has the device but no compiler of ours: build a bundle here, carry it there, run it there.
 #   bench/gpu.sh bundle DIR     builds with the preset cuda; DIR receives the binaries and the shared libraries they need,
-#                               DIR.tar.gz all of it
+#                               DIR.tar.xz all of it
 #   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16, short jobs;
 #                               one table, logs in DIR/logs or $LOGS
 #   DIR/gpu.sh jobs             there: the quickstart, and the same with 150 M parameters, with reward and tokens/s
-#   DIR/gpu.sh slices           there: products beside cuBLAS; four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill,
-#                               decode, training step
+#   DIR/gpu.sh operators        there: kernels' benchmarks, then public kernels at the same shapes (torch, and fla if installed)
+#   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill, decode, training step,
+#                               with the kernels the time goes to; then transformers on the first
 #   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
 # Exits 1 when anything failed.
 set -euo pipefail
 
-binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/gemm_cuda_bench"
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/kernels_cuda_bench"
 
 bundle() {
   local root dir=$1 build=${BUILD:-build/cuda}
@@ -30,8 +31,9 @@ bundle() {
       xargs -r -I{} cp -Lu {} "$dir/lib/"
   done
   cp "$0" "$dir/"
-  tar -C "$dir" -czf "$dir.tar.gz" .  # to carry it
-  du -sh "$dir" "$dir.tar.gz"
+  # To carry it. The binaries hold the same kernels: a long window finds them.
+  tar -C "$dir" -c . | xz -T1 -3 --lzma2=preset=3,dict=192MiB > "$dir.tar.xz"
+  du -sh "$dir" "$dir.tar.xz"
 }
 
 failed=0
@@ -92,13 +94,20 @@ jobs() {
   grep -h '^ok reward' "$logs"/job_*.log
 }
 
+operators() {
+  step operators "$here/kernels_cuda_bench"
+  cat "$logs/operators.log"
+  step operators_of_others python3 bench/kernel_peers.py
+  cat "$logs/operators_of_others.log"
+}
+
 slices() {
-  step products "$here/gemm_cuda_bench"
-  cat "$logs/products.log"
   for preset in flash glm52; do
-    step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json"
+    step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json" --trace
     cat "$logs/slice_$preset.log"
   done
+  step slice_transformers python3 bench/slice_vs_transformers.py configs/models/flash.json --slice-bench "$here/slice_bench"
+  cat "$logs/slice_transformers.log"
 }
 
 sanitize() {
@@ -113,7 +122,7 @@ sanitize() {
 here=$(cd "$(dirname "$0")" && pwd)
 case ${1:-} in
   bundle) bundle "$2" ;;
-  run | jobs | slices | sanitize)
+  run | jobs | operators | slices | sanitize)
     logs=${LOGS:-$here/logs}
     mkdir -p "$logs"
     export LD_LIBRARY_PATH="$here/lib:${LD_LIBRARY_PATH:-}"
@@ -121,7 +130,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,13p' "$0"
+    sed -n '2,15p' "$0"
     exit 2
     ;;
 esac

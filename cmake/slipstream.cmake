@@ -84,7 +84,8 @@ function(slipstream_fuzzer file)
 endfunction()
 
 # slipstream_operator(<op>): kernels/<op>/<op>{.h,_ref.cc,_simd.cc,.cu,_test.cc,_cuda_test.cc,_bench.cc,_cuda_bench.cc}. The
-# tests of all .cu files are one binary, kernels_cuda_test: it is carried to the machine that has the device.
+# tests of all .cu files are one binary, kernels_cuda_test, and their benchmarks another: they are carried to the machine that
+# has the device.
 function(slipstream_operator op)
   set(stem ${CMAKE_CURRENT_SOURCE_DIR}/${op}/${op})
   target_sources(slipstream_kernels PRIVATE ${stem}_ref.cc ${stem}_simd.cc)
@@ -106,7 +107,6 @@ function(slipstream_operator op)
     slipstream_benchmark(${op}/${op}_bench DEPENDS slipstream_kernels slipstream_kernels_testing)
   endif()
   if(SLIPSTREAM_HAS_CUDA AND SLIPSTREAM_BENCH AND EXISTS ${stem}_cuda_bench.cc)
-    add_executable(${op}_cuda_bench ${stem}_cuda_bench.cc)
-    target_link_libraries(${op}_cuda_bench PRIVATE slipstream_kernels_cuda_bench)
+    target_sources(kernels_cuda_bench PRIVATE ${stem}_cuda_bench.cc)
   endif()
 endfunction()

@@ -1,4 +1,4 @@
-// gemm_cuda_bench: bf16 products on a GPU beside cuBLAS, in turns. cuBLAS is loaded by hand so that nothing else links to it. Weights are three copies in turns: they come from memory, as in a model.
+// bf16 products on a GPU beside cuBLAS, in turns. cuBLAS is loaded by hand so that nothing else links to it. Weights are three copies in turns: they come from memory, as in a model.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -81,8 +81,7 @@ void compare(const char* name, Form form, int64_t m, int64_t n, int64_t k, CudaB
   }
 }
 
-void run() {
-  CudaBench bench;
+CUDA_BENCH(gemm) {
   const CuBlas peer(bench.stream().cuda());
   compare("forward", Form::kForward, 8192, 8192, 8192, bench, peer);
   compare("input gradient", Form::kInputGrad, 8192, 8192, 8192, bench, peer);
@@ -92,5 +91,3 @@ void run() {
 
 }  // namespace
 }  // namespace slipstream::kernels
-
-int main() { slipstream::kernels::run(); }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,18 @@ std::unique_ptr<Stream> create_stream() {
   return *std::move(stream);
 }
 
+using Benches = std::map<std::string, void (*)(CudaBench&)>;
+Benches& benches() {
+  static Benches all;
+  return all;
+}
+
 }  // namespace
+
+int add_cuda_bench(const char* name, void (*run)(CudaBench&)) {
+  benches()[name] = run;
+  return 0;
+}
 
 CudaBench::CudaBench() : stream_(create_stream()), arena_(*Arena::create_cuda(0, int64_t{1} << 37)) {}
 
@@ -63,3 +75,25 @@ double CudaBench::milliseconds(absl::FunctionRef<void(int)> run, int launches) {
 }
 
 }  // namespace slipstream::kernels::testing
+
+// kernels_cuda_bench [OPERATOR...]: all of them, or these.
+int main(int argc, char** argv) {
+  using namespace slipstream::kernels::testing;  // NOLINT(google-build-using-namespace): the file's own
+  for (int i = 1; i < argc; ++i) {
+    if (benches().contains(argv[i])) continue;
+    std::fprintf(stderr, "kernels_cuda_bench: \"%s\", expected of:", argv[i]);
+    for (const auto& [name, run] : benches()) std::fprintf(stderr, " %s", name.c_str());
+    std::fprintf(stderr, "\n");
+    return 2;
+  }
+  CudaBench bench;
+  for (const auto& [name, run] : benches()) {
+    const bool wanted = std::any_of(argv + 1, argv + argc, [&name = name](const char* word) { return name == word; });
+    if (argc > 1 && !wanted) continue;
+    const slipstream::kernels::ArenaScope scope(bench.arena());
+    std::printf("%s\n", name.c_str());
+    run(bench);
+    std::fflush(stdout);
+  }
+  return 0;
+}

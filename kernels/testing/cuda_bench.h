@@ -1,4 +1,5 @@
-// What benchmarks of CUDA kernels share: one arena of device tensors with random values, and the time of a launch.
+// Benchmarks of CUDA kernels: kernels/<op>/<op>_cuda_bench.cc define theirs, all are one binary, kernels_cuda_bench.
+//   CUDA_BENCH(gemm) { ... bench.milliseconds(...) ... print a row ... }
 // Not Google Benchmark: peers run in turns with ours in one process, as the card's clock follows its load.
 #pragma once
 
@@ -11,6 +12,7 @@
 
 namespace slipstream::kernels::testing {
 
+// A stream, an arena of device tensors with random values, and the time of a launch.
 class CudaBench {
  public:
   // Ends the process where there is no device.
@@ -32,5 +34,12 @@ class CudaBench {
   std::unique_ptr<Stream> stream_;
   Arena arena_;
 };
+
+// For CUDA_BENCH.
+int add_cuda_bench(const char* name, void (*run)(CudaBench&));
+#define CUDA_BENCH(name)                                                                                 \
+  static void run_##name(::slipstream::kernels::testing::CudaBench& bench);                              \
+  [[maybe_unused]] static const int added_##name = ::slipstream::kernels::testing::add_cuda_bench(#name, run_##name); \
+  static void run_##name(::slipstream::kernels::testing::CudaBench& bench)
 
 }  // namespace slipstream::kernels::testing
