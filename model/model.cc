@@ -16,6 +16,9 @@ using kernels::DType;
 // Rows of logits held at once by log_probs: 64 x 154,880 fp32 is 38 MiB. A GPU reads the head's weights as often as this
 // cuts the rows, and has the memory.
 int64_t logit_rows(const Step& step) { return step.stream.on_cuda() ? 512 : 64; }
+// Rows of the gradient of logits held at once in bf16 (1.2 GiB): each run of rows reads and writes the head's whole f32
+// gradient, 7.6 GB.
+constexpr int64_t kGradientRows = 4096;
 
 }  // namespace
 
@@ -169,6 +172,13 @@ Model::LogProbs Model::log_probs(const ModelWeights& w, const Tensor& hidden, co
   const int64_t rows = hidden.size(0);
   const int64_t held = logit_rows(step);
   LogProbs out{step.island({rows}), step.island({rows}), entropy ? step.island({rows}) : Tensor()};
+  if (kernels::takes_head(hidden, w.lm_head)) {
+    kernels::launch(kernels::HeadLogProb{.hidden = hidden, .weight = w.lm_head, .targets = targets,
+                                         .logprob = out.logprob, .lse = out.lse, .entropy = out.entropy,
+                                         .temperature = temperature},
+                    step.stream);
+    return out;
+  }
   for (int64_t begin = 0; begin < rows; begin += held) {
     const kernels::ArenaScope scope(step.arena);
     const int64_t end = std::min(begin + held, rows);
@@ -186,25 +196,39 @@ Tensor Model::log_probs_backward(const ModelWeights& w, const Tensor& hidden, co
                                  const LogProbs& forward, const Tensor& dlogprob, const Tensor& dentropy,
                                  ModelWeights& dw, Step& step) const {
   const int64_t rows = hidden.size(0);
-  const int64_t held = logit_rows(step);
+  const bool fused = kernels::takes_head(hidden, w.lm_head), with_entropy = !dentropy.empty();
+  const int64_t held = fused ? kGradientRows : logit_rows(step);
   const Tensor dhidden = step.alloc({rows, config_.hidden});
   for (int64_t begin = 0; begin < rows; begin += held) {
     const kernels::ArenaScope scope(step.arena);
     const int64_t end = std::min(begin + held, rows);
-    const Tensor part = hidden.slice(0, begin, end);
-    const Tensor logits = this->logits(w, part, step);  // again: cheaper than [R, V] in memory
-    // In place, unless the products that follow want another dtype.
-    const Tensor dlogits = step.dtype == DType::kF32 ? logits : step.alloc({end - begin, config_.vocab});
-    const bool with_entropy = !dentropy.empty();
-    kernels::launch(
-        kernels::LogProbBackward{.logits = logits, .targets = targets.slice(0, begin, end),
-                                 .lse = forward.lse.slice(0, begin, end), .dlogprob = dlogprob.slice(0, begin, end),
-                                 .entropy = with_entropy ? forward.entropy.slice(0, begin, end) : Tensor(),
-                                 .dentropy = with_entropy ? dentropy.slice(0, begin, end) : Tensor(),
-                                 .dlogits = dlogits, .temperature = temperature},
-        step.stream);
+    const auto part_of = [&](const Tensor& t) { return t.slice(0, begin, end); };
+    const Tensor part = part_of(hidden);
+    // The logits are computed again: cheaper than [R, V] in memory.
+    Tensor dlogits;
+    if (fused) {
+      dlogits = step.alloc({end - begin, config_.vocab});
+      kernels::launch(
+          kernels::HeadLogProbBackward{.hidden = part, .weight = w.lm_head, .targets = part_of(targets),
+                                       .lse = part_of(forward.lse), .dlogprob = part_of(dlogprob),
+                                       .entropy = with_entropy ? part_of(forward.entropy) : Tensor(),
+                                       .dentropy = with_entropy ? part_of(dentropy) : Tensor(), .dlogits = dlogits,
+                                       .temperature = temperature},
+          step.stream);
+    } else {
+      const Tensor logits = this->logits(w, part, step);
+      // In place, unless the products that follow want another dtype.
+      dlogits = step.dtype == DType::kF32 ? logits : step.alloc({end - begin, config_.vocab});
+      kernels::launch(
+          kernels::LogProbBackward{.logits = logits, .targets = part_of(targets), .lse = part_of(forward.lse),
+                                   .dlogprob = part_of(dlogprob),
+                                   .entropy = with_entropy ? part_of(forward.entropy) : Tensor(),
+                                   .dentropy = with_entropy ? part_of(dentropy) : Tensor(), .dlogits = dlogits,
+                                   .temperature = temperature},
+          step.stream);
+    }
     add_weight_grad(step, dlogits, part, dw.lm_head);
-    input_grad_into(step, dlogits, w.lm_head, dhidden.slice(0, begin, end));
+    input_grad_into(step, dlogits, w.lm_head, part_of(dhidden));
   }
   return dhidden;
 }

@@ -186,6 +186,14 @@ struct PairsOfC {
       }
     }
   }
+  template <int kSums>
+  __device__ void store_all(const float (&sums)[kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kSums / 4; ++i) {
+      const float* const first = sums + i / 2 * 8 + i % 2 * 2;
+      store_two(first, first + 4, i / 2 * 2, i % 2);
+    }
+  }
 };
 
 // k beyond an expert's rows belong to the next one: zeros instead, in both factors, as 0 * inf is not 0.
@@ -203,9 +211,33 @@ __device__ void clear_depth(unsigned char* a, unsigned char* b, int from) {
   asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");  // all warpgroups that multiply
 }
 
+// What becomes of a tile's sums: they go to c. Another epilogue has the same two members; each thread's sums are laid out
+// as in PairsOfC.
+template <class C>
+struct StoreSums {
+  template <int kSums>
+  __device__ void begin(const Product& p, const Tile& tile, float (&sums)[kSums]) const {  // of products that accumulate
+    const PairsOfC<C> pairs(p, tile);
+#pragma unroll
+    for (int i = 0; i < kSums / 2; ++i) pairs.load_pair(sums + i * 2, i / 2, i % 2);
+  }
+  template <int kSums>
+  __device__ void end(const Product& p, const Tile& tile, float (&sums)[kSums]) const {
+    const PairsOfC<C> pairs(p, tile);
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const int64_t column = pairs.column0 + i / 4 * 8 + i % 2;
+        if (column < p.n) sums[i] += p.bias[column];
+      }
+    }
+    pairs.store_all(sums);
+  }
+};
+
 // A warpgroup that multiplies: 64 rows of each tile.
-template <class Shape, bool kTransposeA, bool kTransposeB, class C>
-__device__ __forceinline__ void multiply(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
+template <class Shape, bool kTransposeA, bool kTransposeB, class Epilogue>
+__device__ __forceinline__ void multiply(WgmmaShared<Shape>& shared, const WgmmaArguments& args, const Epilogue& epilogue) {
   constexpr int kPairs = Shape::kN / 8;
   // Sixteen k in bytes: rows of 128 where rows are k.
   constexpr int kStepA = kTransposeA ? 16 * 128 : 32, kStepB = kTransposeB ? 32 : 16 * 128;
@@ -225,12 +257,8 @@ __device__ __forceinline__ void multiply(WgmmaShared<Shape>& shared, const Wgmma
     Tile tile;
     if (!finder.find(index, tile)) return;
     if (tile.k == 0) continue;  // an expert without rows, whose c keeps its values
-    const PairsOfC<C> pairs(p, tile);
     float sums[kPairs * 4];
-    if (p.accumulate) {
-#pragma unroll
-      for (int i = 0; i < kPairs * 2; ++i) pairs.load_pair(sums + i * 2, i / 2, i % 2);
-    }
+    if (p.accumulate) epilogue.begin(p, tile, sums);
     wgmma_pin(sums);
     uint64_t* previous = nullptr;  // barrier of the stage that is still being read
     int add = p.accumulate ? 1 : 0;
@@ -261,24 +289,13 @@ __device__ __forceinline__ void multiply(WgmmaShared<Shape>& shared, const Wgmma
     wgmma_wait<0>();
     arrive(previous);
     wgmma_pin(sums);
-    if (p.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kPairs * 4; ++i) {
-        const int64_t column = pairs.column0 + i / 4 * 8 + i % 2;
-        if (column < p.n) sums[i] += p.bias[column];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float* const first = sums + i / 2 * 8 + i % 2 * 2;
-      pairs.store_two(first, first + 4, i / 2 * 2, i % 2);
-    }
+    epilogue.end(p, tile, sums);
   }
 }
 
-template <class Shape, bool kTransposeA, bool kTransposeB, class C>
+template <class Shape, bool kTransposeA, bool kTransposeB, class Epilogue>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    wgmma_product(const __grid_constant__ WgmmaArguments args) {
+    wgmma_product(const __grid_constant__ WgmmaArguments args, const __grid_constant__ Epilogue epilogue) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<WgmmaShared<Shape>*>(memory);
   if (threadIdx.x == 0) {
@@ -296,7 +313,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // 128 sums a thread and what goes with them need more than an even share of the registers.
   if (threadIdx.x < Shape::kConsumers) {
     if constexpr (Shape::kWarpgroups == 2) take_registers<232>();
-    multiply<Shape, kTransposeA, kTransposeB, C>(shared, args);
+    multiply<Shape, kTransposeA, kTransposeB>(shared, args, epilogue);
   } else {
     if constexpr (Shape::kWarpgroups == 2) give_registers<40>();
     if (threadIdx.x == Shape::kConsumers) feed<Shape, kTransposeA, kTransposeB>(shared, args);
@@ -329,8 +346,8 @@ inline int64_t multiprocessors() {
   return count;
 }
 
-template <class Shape, bool kTransposeA, bool kTransposeB, class C>
-void launch_wgmma_product(const Product& p, Stream& stream) {
+template <class Shape, bool kTransposeA, bool kTransposeB, class Epilogue>
+void launch_wgmma_product(const Product& p, const Epilogue& epilogue, Stream& stream) {
   const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 1 : p.batch,
                 batch_b = p.depth_grouped ? 1 : p.batch;
   // Of few rows no more are copied than there are, in eights; the tile's others are whatever is there, and
@@ -348,17 +365,17 @@ void launch_wgmma_product(const Product& p, Stream& stream) {
       .product = p,
       .stage_bytes = static_cast<int>((kTransposeA ? Shape::kM : rows_a) + Shape::kN) * Shape::kDepth * 2,
       .next_tile = tiles > blocks ? stream.workspace().zeros(DType::kI32, {1}, stream).i32() : nullptr};
-  const auto kernel = wgmma_product<Shape, kTransposeA, kTransposeB, C>;
+  const auto kernel = wgmma_product<Shape, kTransposeA, kTransposeB, Epilogue>;
   constexpr int kBytes = sizeof(WgmmaShared<Shape>);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "product");
-  kernel<<<static_cast<unsigned>(blocks), Shape::kThreads, kBytes, cuda_stream(stream)>>>(args);
+  kernel<<<static_cast<unsigned>(blocks), Shape::kThreads, kBytes, cuda_stream(stream)>>>(args, epilogue);
 }
 
 template <class Shape, class C>
 void launch_wgmma_shape(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
-  if (transpose_a) return launch_wgmma_product<Shape, true, false, C>(p, stream);
-  if (transpose_b) return launch_wgmma_product<Shape, false, true, C>(p, stream);
-  launch_wgmma_product<Shape, false, false, C>(p, stream);
+  if (transpose_a) return launch_wgmma_product<Shape, true, false>(p, StoreSums<C>(), stream);
+  if (transpose_b) return launch_wgmma_product<Shape, false, true>(p, StoreSums<C>(), stream);
+  launch_wgmma_product<Shape, false, false>(p, StoreSums<C>(), stream);
 }
 
 // Whether this form takes the product. On an H200 its bits and those of mma.sync were the same, but nobody

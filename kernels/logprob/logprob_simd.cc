@@ -92,5 +92,15 @@ void launch(const LogProbBackward& args, Stream& stream) {
   });
 }
 
+void launch(const HeadLogProb& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  launch_cuda(args, stream);
+}
+
+void launch(const HeadLogProbBackward& args, Stream& stream) {
+  CHECK_OK(validate(args));
+  launch_cuda(args, stream);
+}
+
 }  // namespace slipstream::kernels
 #endif  // HWY_ONCE

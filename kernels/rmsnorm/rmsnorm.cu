@@ -52,16 +52,124 @@ __global__ void rmsnorm_backward(Rows<const X> xs, const float* w, const float* 
   });
 }
 
+// Four values as they are stored, to hold a row in few registers.
+template <class X>
+struct Four {
+  float4 kept;
+  Four() = default;
+  __device__ explicit Four(const X* p) : kept(load4(p)) {}
+  __device__ float4 values() const { return kept; }
+};
+template <>
+struct Four<bf16> {
+  uint2 bits;
+  Four() = default;
+  __device__ explicit Four(const bf16* p) : bits(*reinterpret_cast<const uint2*>(p)) {}
+  __device__ float4 values() const {
+    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
+            __uint_as_float(bits.y & 0xffff0000u)};
+  }
+};
+
+// The same row by row, with the same bits, for wide rows and w's gradient: a block takes consecutive rows and keeps its
+// columns' sums of dy n in registers, so that x and dy are read once. The next row is on its way while one is reduced.
+constexpr int kManyThreads = 256;
+// Blocks a multiprocessor, as many as their registers allow; and pieces of rows, the sums' order: no property of the device.
+constexpr int row_blocks(int fours) { return fours <= 2 ? 4 : 2; }
+constexpr int64_t row_pieces(int fours) { return 132 * row_blocks(fours); }
+
+template <class X, int kFours>
+__global__ void __launch_bounds__(kManyThreads, row_blocks(kFours))
+    rmsnorm_backward_rows(Rows<const X> xs, const float* w, const float* inv_rms, Rows<const X> dys, Rows<X> dxs, int64_t rows,
+                          int64_t width, int64_t piece, float* partial) {
+  const int64_t begin = blockIdx.x * piece, end = min(begin + piece, rows);
+  // Runs of this thread: four columns each, kManyThreads runs apart, as for_fours() has them.
+  const auto for_runs = [&](auto&& f) {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const int64_t column = 4 * (threadIdx.x + int64_t{i} * kManyThreads);
+      if (column < width) f(i, column);
+    }
+  };
+  float4 sums[kFours];
+  Four<X> x[kFours], dy[kFours];
+  for_runs([&](int i, int64_t column) {
+    sums[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+    x[i] = Four<X>(xs[begin] + column), dy[i] = Four<X>(dys[begin] + column);
+  });
+  for (int64_t row = begin; row < end; ++row) {
+    const float inv = inv_rms[row];
+    const auto slope_of = [&](int i, int64_t column) {
+      const float4 d = dy[i].values(), g = load4(w + column);
+      return float4{g.x * d.x, g.y * d.y, g.z * d.z, g.w * d.w};
+    };
+    float dot = 0.0f;
+    for_runs([&](int i, int64_t column) {
+      const float4 v = x[i].values(), d = dy[i].values(), s = slope_of(i, column);
+      dot = fmaf(s.w, v.w * inv, fmaf(s.z, v.z * inv, fmaf(s.y, v.y * inv, fmaf(s.x, v.x * inv, dot))));
+      sums[i].x += d.x * (v.x * inv), sums[i].y += d.y * (v.y * inv);
+      sums[i].z += d.z * (v.z * inv), sums[i].w += d.w * (v.w * inv);
+    });
+    Four<X> next_x[kFours], next_dy[kFours];
+    const int64_t next = min(row + 1, end - 1);
+    for_runs([&](int i, int64_t column) {
+      next_x[i] = Four<X>(xs[next] + column), next_dy[i] = Four<X>(dys[next] + column);
+    });
+    const float mean = block_sum(dot) / static_cast<float>(width);
+    for_runs([&](int i, int64_t column) {
+      const float4 v = x[i].values(), s = slope_of(i, column);
+      const auto slope = [&](float value, float s_i) { return inv * fmaf(-(value * inv), mean, s_i); };
+      store4(dxs[row] + column, {slope(v.x, s.x), slope(v.y, s.y), slope(v.z, s.z), slope(v.w, s.w)});
+      x[i] = next_x[i], dy[i] = next_dy[i];
+    });
+  }
+  for_runs([&](int i, int64_t column) { store4(partial + blockIdx.x * width + column, sums[i]); });
+}
+
+// dw += the pieces' sums: eight lanes of pieces, each ascending, then together.
+__global__ void add_pieces(const float* partial, int64_t pieces, int64_t width, float* dw) {
+  __shared__ float lanes[kColumnSumLanes][kWarp];
+  const int64_t column = int64_t{blockIdx.x} * kWarp + threadIdx.x;
+  float sum = 0.0f;
+  if (column < width) {
+    for (int64_t piece = threadIdx.y; piece < pieces; piece += kColumnSumLanes) sum += partial[piece * width + column];
+  }
+  lanes[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= width) return;
+  for (int lane = 1; lane < kColumnSumLanes; ++lane) sum += lanes[lane][threadIdx.x];
+  dw[column] += sum;
+}
+
+template <class X, int kFours>
+void backward_rows(const RmsNormBackward& args, Stream& stream) {
+  const int64_t rows = args.x.size(0), width = args.x.size(1);
+  const int64_t piece = divide_up(rows, row_pieces(kFours)), pieces = divide_up(rows, piece);
+  const ArenaScope scope(stream.workspace());
+  float* const partial = stream.workspace().alloc(DType::kF32, {pieces, width}).f32();
+  rmsnorm_backward_rows<X, kFours><<<static_cast<unsigned>(pieces), kManyThreads, 0, cuda_stream(stream)>>>(
+      rows_of<const X>(args.x), args.w.f32(), args.inv_rms.f32(), rows_of<const X>(args.dy), rows_of<X>(args.dx), rows,
+      width, piece, partial);
+  add_pieces<<<static_cast<unsigned>(divide_up(width, kWarp)), dim3(kWarp, kColumnSumLanes), 0, cuda_stream(stream)>>>(
+      partial, pieces, width, args.dw.f32());
+  check_launch("rmsnorm_backward");
+}
+
 template <class X>
 void backward(const RmsNormBackward& args, Stream& stream) {
   const int64_t rows = args.x.size(0), width = args.x.size(1);
+  const bool whole = fours(args.x) && fours(args.w) && fours(args.dy) && fours(args.dx);
+  if (!args.dw.empty() && whole && row_threads(width) == kManyThreads) {
+    if (width <= 2 * 4 * kManyThreads) return backward_rows<X, 2>(args, stream);
+    if (width <= 4 * 4 * kManyThreads) return backward_rows<X, 4>(args, stream);
+    if (width <= 6 * 4 * kManyThreads) return backward_rows<X, 6>(args, stream);
+  }
   const Rows<const X> x = rows_of<const X>(args.x), dy = rows_of<const X>(args.dy);
   const float* const inv_rms = args.inv_rms.f32();
   if (!args.dw.empty()) {  // first: dx may overwrite dy
     add_column_sums([=] __device__(int64_t t, int64_t i) { return load(dy[t] + i) * (load(x[t] + i) * inv_rms[t]); },
                     rows, width, args.dw.f32(), stream);
   }
-  const bool whole = fours(args.x) && fours(args.w) && fours(args.dy) && fours(args.dx);
   rmsnorm_backward<X><<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
       x, data_of<float>(args.w), inv_rms, dy, rows_of<X>(args.dx), width, whole);
   check_launch("rmsnorm_backward");

@@ -2,6 +2,8 @@
 // ignores its neighbours, bit for bit.
 #include "kernels/rmsnorm/rmsnorm.h"
 
+#include <utility>
+
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
@@ -60,6 +62,31 @@ TEST_F(RmsNormCudaTest, RowIgnoresItsNeighbours) {
       const Tensor alone = device.output(dtype, {1, 200});
       launch(RmsNorm{.x = x.slice(0, t, t + 1), .w = w, .y = alone, .inv_rms = {}, .eps = 1e-6f}, cuda_stream());
       testing::expect_same_bits_on_device(alone, together.slice(0, t, t + 1));
+    }
+  }
+}
+
+// Wide aligned rows take w's gradient along: dx has the bits of the form without, also over dy itself.
+TEST_F(RmsNormCudaTest, GradientOfTheWeightChangesNoBitOfDx) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    for (const auto& [tokens, hidden] : {std::pair<int64_t, int64_t>{1, 1024}, {700, 1000}, {300, 4096}, {530, 6144}, {5, 7000}}) {
+      TensorPool host(3);
+      CudaPool device;
+      const Tensor x = testing::random_as(host, dtype, {tokens, hidden}), dy = testing::random_as(host, dtype, {tokens, hidden});
+      const Tensor w = host.random(DType::kF32, {hidden}), inv_rms = host.random(DType::kF32, {tokens}, 0.5f, 2.0f);
+      const Tensor dw = host.random(DType::kF32, {hidden});
+      const RmsNormBackward without{.x = device.copy(x, dtype), .w = device.copy(w), .inv_rms = device.copy(inv_rms),
+                                    .dy = device.copy(dy, dtype), .dx = device.output(dtype, {tokens, hidden}), .dw = {}};
+      RmsNormBackward with = without;
+      with.dx = with.dy = device.copy(dy, dtype);
+      with.dw = device.copy(dw);
+      launch(without, cuda_stream());
+      launch(with, cuda_stream());
+      testing::expect_same_bits_on_device(with.dx, without.dx);
+      reference(RmsNormBackward{.x = x, .w = w, .inv_rms = inv_rms, .dy = dy, .dx = host.output(DType::kF32, {tokens, hidden}),
+                                .dw = dw});
+      testing::expect_close(with.dw, dw, 4.0f);
+      device.expect_fences_intact();
     }
   }
 }

@@ -92,5 +92,30 @@ TEST_F(SamplingRowsCudaTest, BrokenRowsGiveNoToken) {
   }
 }
 
+// Equal logits overflow what a filter collects, and the largest vocabulary what a block keeps.
+TEST_F(SamplingRowsCudaTest, EqualLogitsRankById) {
+  for (const int64_t vocab : {int64_t{300}, int64_t{154880}, int64_t{1} << 19}) {
+    TensorPool host(3);
+    CudaPool device;
+    const int64_t count = 5;
+    const Tensor logits = host.output(kF32, {count, vocab});
+    for (int64_t i = 0; i < logits.numel(); ++i) logits.f32()[i] = i % 3 == 0 ? 2.0f : 1.9f;
+    const int32_t third = static_cast<int32_t>(vocab / 3);
+    std::vector<SamplingRow> rows = {{.top_k = 7}, {.top_p = 0.1f}, {.top_k = third, .top_p = 0.5f}, {.top_k = third + 50}, {}};
+    for (size_t t = 0; t < rows.size(); ++t) rows[t].seed = 11 + t;
+    const Drawn made = outputs([&](DType dtype, int64_t n) { return device.output(dtype, {n}); }, count);
+    const Drawn expected = outputs([&](DType dtype, int64_t n) { return host.output(dtype, {n}); }, count);
+    launch(Sampling{.logits = device.copy(logits), .rows = rows.data(), .tokens = made.tokens, .logprob = made.logprob,
+                    .truncated = made.truncated},
+           cuda_stream());
+    reference(Sampling{.logits = logits, .rows = rows.data(), .tokens = expected.tokens, .logprob = expected.logprob,
+                       .truncated = expected.truncated});
+    expect_close(made.tokens, expected.tokens);
+    expect_close(made.truncated, expected.truncated);
+    expect_close(made.logprob, expected.logprob);
+    device.expect_fences_intact();
+  }
+}
+
 }  // namespace
 }  // namespace slipstream::kernels
