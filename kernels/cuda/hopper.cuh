@@ -105,6 +105,18 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 // is stored [k, m] rather than [m, k]; kTransposeB: B is stored [n, k] rather than [k, n]. add = 0: D's
 // values are not read.
 template <bool kTransposeA, bool kTransposeB>
+__device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, add, 1, 1, %19, %20;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b), "r"(add), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 0 : 1));
+}
+
+template <bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int add) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"

@@ -3,6 +3,7 @@
 #include "kernels/indexer/indexer.h"
 #include "kernels/indexer/indexer_backward.cuh"
 #include "kernels/indexer/indexer_select.cuh"
+#include "kernels/indexer/indexer_wgmma.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
@@ -14,23 +15,49 @@ void for_dtypes(const Args& args, F&& f) {
   with_type(args.q.dtype(), [&](auto x) { with_type(args.keys.pool.dtype(), [&](auto k) { f(x, k); }); });
 }
 
+// Query rows a piece, but for decode: with one row a sequence, pieces are these rows.
+constexpr int kPieceQueries = 8;
+// The most that a round's ranks take: more pieces a round fill the device no better.
+constexpr int64_t kRoundBytes = int64_t{1} << 28;
+// Longer rows are selected by larger blocks.
+constexpr int64_t kShortColumns = 16384;
+
 unsigned blocks(int64_t n, int64_t size) { return static_cast<unsigned>(divide_up(n, size)); }
 
-void score_round(const IndexerSelect& args, const SelectRound& round, int64_t pieces, Stream& stream) {
-  const auto y = static_cast<unsigned>(pieces);
-  const bool done = for_mma_steps(args, [&](auto steps) {
-    const dim3 grid(blocks(round.columns, kMmaBlockKeys), y);
-    select_scores_mma<steps()>
-        <<<grid, kMmaThreads, 0, cuda_stream(stream)>>>(view_of<bf16, bf16>(args), round);
-  });
-  if (done) return;
+void score_round(const IndexerSelect& args, const SelectRound& round, Stream& stream) {
+  if (wgmma_takes_indexer(args)) {
+    return round.queries == 1 ? launch_select_scores<1>(args, round, stream)
+                              : launch_select_scores<kPieceQueries>(args, round, stream);
+  }
   for_dtypes(args, [&]<class X, class K>(X, K) {
     const int bytes = plain_shared_bytes(args.q.size(1), args.q.size(2));
     allow_shared(select_scores_plain<X, K>, bytes);
-    const dim3 grid(blocks(round.columns, kPlainKeys), y);
+    const dim3 grid(blocks(round.columns, kPlainKeys), static_cast<unsigned>(round.piece_count));
     select_scores_plain<X, K>
         <<<grid, kPlainThreads, bytes, cuda_stream(stream)>>>(view_of<X, K>(args), round);
   });
+}
+
+// The map of bits of a row of that many columns.
+int64_t map_words(int64_t columns) { return divide_up(columns, 32); }
+template <class Shape>
+bool map_is_shared(int64_t columns) {
+  return static_cast<int64_t>(sizeof(SelectShared<Shape>)) + map_words(columns) * 4 <= kSharedMax;
+}
+
+template <class Shape>
+void select_round(const IndexerSelect& args, const SelectRound& round, Stream& stream) {
+  const ArenaScope scope(stream.workspace());
+  const int64_t rows = int64_t{round.piece_count} * round.queries, words = map_words(round.columns);
+  const bool shared = map_is_shared<Shape>(round.columns);
+  uint32_t* const maps =
+      shared ? nullptr
+             : reinterpret_cast<uint32_t*>(stream.workspace().alloc(DType::kI32, {rows * words}).i32());
+  const int bytes = static_cast<int>(sizeof(SelectShared<Shape>) + (shared ? words * 4 : 0));
+  allow_shared(select_rows<Shape>, bytes);
+  select_rows<Shape><<<static_cast<unsigned>(rows), Shape::kThreads, bytes, cuda_stream(stream)>>>(
+      round, static_cast<int>(args.pool), args.tail, rows_of<int32_t>(args.indices),
+      static_cast<int>(args.indices.size(1)), args.counts.i32(), static_cast<int>(words), maps);
 }
 
 template <class X, class K>
@@ -81,22 +108,34 @@ void launch_cuda<IndexerSelect>(const IndexerSelect& args, Stream& stream) {
   const ArenaScope scope(workspace);
   // Sizes follow from T, B and the table's width alone: a graph of a decode step holds them.
   SelectRound round{};
-  round.queries = tokens > 4 * sequences ? 16 : 1;
+  round.queries = tokens > sequences ? kPieceQueries : 1;
   round.topk_rows = static_cast<int>(args.topk / args.pool);
   round.columns = args.keys.page_table.size(1) * kPageRows;
-  const int64_t pieces = pieces_at_most(args.sequences, round.queries);
-  const int64_t piece_bytes = std::max<int64_t>(round.queries * round.columns, 1) * 4;
-  const int64_t pieces_a_round =
-      std::min(pieces, (workspace.capacity() - workspace.used() - 1024) / piece_bytes);
-  CHECK_GE(pieces_a_round, 1);  // the workspace holds the scores of one piece
-  round.scores = workspace.alloc(DType::kF32, {pieces_a_round * piece_bytes / 4}).f32();
-  for (int64_t first = 0; first < pieces; first += pieces_a_round) {
-    round.first_piece = static_cast<int>(first);
-    const int64_t count = std::min(pieces_a_round, pieces - first);
-    if (round.columns > round.topk_rows) score_round(args, round, count, stream);
-    select_rows<<<static_cast<unsigned>(count * round.queries), kSelectThreads, 0, cuda_stream(stream)>>>(
-        on_device(args.sequences), round, static_cast<int>(args.pool), args.tail,
-        rows_of<int32_t>(args.indices), static_cast<int>(args.indices.size(1)), args.counts.i32());
+  const int64_t places = pieces_at_most(args.sequences, round.queries);
+  auto* const pieces = reinterpret_cast<QueryPiece*>(workspace.alloc(DType::kI32, {places, 4}).i32());
+  int* const page_begin = workspace.alloc(DType::kI32, {places + 1}).i32();
+  plan_pieces<<<1, kPlanThreads, 0, cuda_stream(stream)>>>(
+      on_device(args.sequences), round.queries, static_cast<int>(places), static_cast<int>(args.pool),
+      round.topk_rows, pieces, page_begin);
+  using Long = SelectShape<1024>;
+  using Short = SelectShape<512>;
+  const bool scored = round.columns > round.topk_rows, is_long = round.columns > kShortColumns;
+  const int64_t row_bytes =
+      round.columns * 4 + (is_long && !map_is_shared<Long>(round.columns) ? map_words(round.columns) * 4 : 0);
+  const int64_t piece_bytes = std::max<int64_t>(round.queries * row_bytes, 1);
+  const int64_t room = std::min(kRoundBytes, workspace.capacity() - workspace.used() - 1024);
+  const int64_t pieces_a_round = scored ? std::min(places, room / piece_bytes) : places;
+  CHECK_GE(pieces_a_round, 1);  // the workspace holds the ranks of one piece
+  if (scored) {
+    round.ranks = reinterpret_cast<uint32_t*>(
+        workspace.alloc(DType::kI32, {pieces_a_round * round.queries * round.columns}).i32());
+  }
+  for (int64_t first = 0; first < places; first += pieces_a_round) {
+    round.pieces = pieces + first;
+    round.page_begin = page_begin + first;
+    round.piece_count = static_cast<int>(std::min(pieces_a_round, places - first));
+    if (scored) score_round(args, round, stream);
+    is_long ? select_round<Long>(args, round, stream) : select_round<Short>(args, round, stream);
   }
   check_launch("indexer_select");
 }
@@ -108,11 +147,12 @@ void launch_cuda<IndexerScores>(const IndexerScores& args, Stream& stream) {
   const auto rows = rows_of<int32_t>(args.rows);
   const auto scores = rows_of<float>(args.scores);
   const auto x = static_cast<unsigned>(tokens);
-  const bool done = for_mma_steps(args, [&](auto steps) {
-    given_scores_mma<steps()><<<dim3(x, blocks(asked, kMmaBlockKeys)), kMmaThreads, 0, cuda_stream(stream)>>>(
+  if (wgmma_takes_indexer(args)) {
+    CHECK(aligned_16(args.q) && aligned_16(args.keys.pool));
+    allow_shared(given_scores_wgmma, sizeof(GivenShared));
+    given_scores_wgmma<<<x, kWarpgroup, sizeof(GivenShared), cuda_stream(stream)>>>(
         view_of<bf16, bf16>(args), rows, static_cast<int>(asked), scores);
-  });
-  if (!done) {
+  } else {
     for_dtypes(args, [&]<class X, class K>(X, K) {
       const int bytes = plain_shared_bytes(args.q.size(1), args.q.size(2));
       allow_shared(given_scores_plain<X, K>, bytes);

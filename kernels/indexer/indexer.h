@@ -2,8 +2,8 @@
 // model-spec section 4.
 //   I(t, s) = sum over j, ascending, of weights[t, j] * relu(q[t, j] · k[s] * key_scale)
 // in fp32: both sums are single chains of fused multiply-adds that start at zero, the product over ascending channels.
-// On CUDA q, dq and dkeys are f32 or bf16. With bf16 queries and keys of 64 or 128 channels, and heads in
-// sixteens, tensor cores add in another order, of which a row's bits depend on nothing else either.
+// On CUDA q, dq and dkeys are f32 or bf16. With bf16 queries and keys of 32 heads and 128 channels, tensor
+// cores add in another order, of which a row's bits depend on nothing else either.
 #pragma once
 
 #include "kernels/sequences.h"

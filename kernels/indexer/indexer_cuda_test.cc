@@ -27,7 +27,7 @@ struct Shape {
   DType dtype = DType::kF32, store = DType::kF32;
 
   bool on_tensor_cores() const {
-    return dtype == DType::kBf16 && store == DType::kBf16 && heads % 16 == 0 && (width == 64 || width == 128);
+    return dtype == DType::kBf16 && store == DType::kBf16 && heads == 32 && width == 128;
   }
 };
 
@@ -168,15 +168,33 @@ const Shape kShapes[] = {
      .dtype = DType::kBf16,
      .store = DType::kBf16},
     {.lengths = {{701, 30}, {4000, 1}, {2, 3}},
-     .heads = 16,
-     .width = 64,
+     .heads = 32,
+     .width = 128,
      .topk = 64,
      .pool = 4,
      .tail = true,
      .dtype = DType::kBf16,
      .store = DType::kBf16},
+    {.lengths = {{701, 30}, {2, 3}},
+     .heads = 16,
+     .width = 64,
+     .topk = 64,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
+    {.lengths = {{5000, 1}, {63, 1}, {3000, 1}, {0, 1}, {127, 0}},
+     .heads = 32,
+     .width = 128,
+     .topk = 64,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
     {.lengths = {{20000, 3}},
-     .heads = 64,
+     .heads = 32,
+     .width = 128,
+     .topk = 2048,
+     .dtype = DType::kBf16,
+     .store = DType::kBf16},
+    {.lengths = {{70000, 1}},
+     .heads = 32,
      .width = 128,
      .topk = 2048,
      .dtype = DType::kBf16,
@@ -338,6 +356,60 @@ TEST_F(IndexerCudaBits, NanComesLastAndMinusZeroIsZero) {
   EXPECT_EQ(select({kNan, kInf, 2, 1}, 2, -1.0f), (Rows{2, 3}));
   EXPECT_EQ(select({1e-30f, 0, 1e-30f, -1}, 2, -1e-30f), (Rows{0, 1}));
   EXPECT_EQ(select({0, 1e-30f, 1, 1e-30f, 0}, 3, -1e-30f), (Rows{0, 1, 3}));
+}
+
+// More scores that are equal, or nearly so, than a block lists in shared memory.
+TEST_F(IndexerCudaBits, BunchedScoresAreSettledByFurtherDigits) {
+  for (const int64_t count : {9000, 30000}) {
+    for (const int bits : {0, 4, 14}) {  // of the score's last sixteen or so, at random
+      TensorPool pool(5);
+      CudaPool device;
+      const IndexerSelect host = make_select(
+          pool, {.lengths = {{count - 1, 1}}, .heads = 1, .width = 1, .topk = 2048, .store = DType::kF32});
+      host.q.row(0)[0] = 1.0f;
+      host.weights.row(0)[0] = 1.0f;
+      for (int64_t i = 0; i < count; ++i) {
+        const float step = std::floor(pool.uniform() * static_cast<float>(1 << bits));
+        host.keys.pool.f32()[host.keys.offset(0, i)] = 1.0f + step * 0x1p-23f;
+      }
+      const IndexerSelect args = on_cuda(device, host, DType::kF32);
+      launch(args, cuda_stream());
+      reference(host);
+      testing::expect_same_bits(testing::on_host(pool, args.indices), host.indices);
+    }
+  }
+}
+
+// A table for two million keys, of which few exist, as a graph of decode steps has it.
+TEST_F(IndexerCudaBits, IgnoresTheWidthOfTheTable) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    TensorPool pool(6);
+    CudaPool device;
+    const Shape shape{.lengths = {{3000, 1}, {600, 2}},
+                      .heads = 32,
+                      .width = 128,
+                      .topk = 64,
+                      .dtype = dtype,
+                      .store = dtype};
+    const IndexerSelect host = make_select(pool, shape);
+    const IndexerSelect args = on_cuda(device, host, dtype);
+    launch(args, cuda_stream());
+    constexpr int64_t kPages = 30000;
+    const int64_t pages = host.keys.page_table.size(1);
+    const Tensor wide = pool.ints({2, kPages}, std::vector<int32_t>(2 * kPages, -1));
+    for (int64_t b = 0; b < 2; ++b) {
+      for (int64_t i = 0; i < pages; ++i)
+        wide.i32()[b * kPages + i] = host.keys.page_table.i32()[b * pages + i];
+    }
+    IndexerSelect again = on_cuda(device, host, dtype);
+    again.keys = args.keys;
+    again.q = args.q;
+    again.weights = args.weights;
+    again.keys.page_table = device.copy(wide);
+    launch(again, cuda_stream());
+    testing::expect_same_bits_on_device(again.indices, args.indices);
+    testing::expect_same_bits_on_device(again.counts, args.counts);
+  }
 }
 
 // A query alone, with everything before it cached, selects what it selects in a whole prefill.

@@ -1,15 +1,12 @@
-// I(t, s) on the device, in two forms chosen by dtypes and widths alone; IndexerSelect and IndexerScores
-// share them, so what is ranked is what is reported.
-//   plain: the chains of fmaf of the definition, so the bits are those of the CPU;
-//   tensor cores (bf16 queries and keys): products of whole rows by mma, then in a lane the heads it holds,
-//   ascending, and the four lanes of a key together.
+// I(t, s) on the device, in two forms chosen by dtypes, heads and widths alone; IndexerSelect and
+// IndexerScores share them, so what is ranked is what is reported. Here the plain one, the chains of fmaf of
+// the definition, whose bits are those of the CPU; tensor cores in indexer_wgmma.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/pieces.cuh"
 #include "kernels/indexer/indexer.h"
+#include "kernels/indexer/indexer_round.cuh"
 
 namespace slipstream::kernels {
 
@@ -97,105 +94,36 @@ __device__ float plain_score(const View& view, const float* q, const float* weig
   return sum;
 }
 
-// --- tensor cores: a warp holds 32 keys in registers ---
-
-constexpr int kMmaWarps = 8, kMmaThreads = kMmaWarps * kWarp, kMmaBlockKeys = kMmaWarps * 32;
-constexpr int kMmaHeadsMax = 64;
-
-// kSteps x 16 channels.
-template <int kSteps>
-struct KeyFragments {
-  uint32_t a[2][kSteps][4];
-
-  // row(i): key row i (0..31) of the warp, or null.
-  template <class Row>
-  __device__ explicit KeyFragments(const Row& row) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (int half = 0; half < 4; ++half) {
-      const bf16* const from = row(half * 8 + lane / 4);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const uint32_t* const words = reinterpret_cast<const uint32_t*>(from + step * 16) + lane % 4;
-        a[half / 2][step][half % 2] = from == nullptr ? 0u : words[0];
-        a[half / 2][step][half % 2 + 2] = from == nullptr ? 0u : words[4];
-      }
-    }
+// Ranks of a round: a block a piece and 64 keys.
+template <class X, class K>
+__global__ void __launch_bounds__(kPlainThreads)
+    select_scores_plain(const IndexerView<X, K> view, const SelectRound round) {
+  extern __shared__ float shared[];
+  const PlainShared s(shared, view);
+  const int place = static_cast<int>(blockIdx.y), first = static_cast<int>(blockIdx.x) * kPlainKeys;
+  if (first / kPageRows >= round.page_begin[place + 1] - round.page_begin[place]) return;
+  const QueryPiece piece = round.pieces[place];
+  const int most = view.candidates(piece.position + piece.count - 1);
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread / kWarp; i < kPlainKeys; i += kPlainThreads / kWarp) {
+    load_key(view, first + i < most ? view.keys.row(piece.sequence, first + i) : nullptr,
+             s.keys + i * plain_pitch(view.width), thread % kWarp, kWarp);
   }
-
-  // scores[i] of key row 8 i + lane / 4: the same in its four lanes.
-  __device__ void score(const SwizzledTile& q, const float* weights, int heads, float key_scale,
-                        float (&scores)[4]) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-    for (float& s : scores) s = 0.0f;
-    for (int h = 0; h < heads; h += 16) {
-      float c[2][2][4] = {};
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        uint32_t b[4];
-        load_b(b, q, h, step * 16, lane);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          mma(c[m][0], a[m][step], b[0], b[1]);
-          mma(c[m][1], a[m][step], b[2], b[3]);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 w = *reinterpret_cast<const float2*>(weights + h + 8 * n + lane % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[i] = fmaf(w.x, relu(c[i / 2][n][i % 2 * 2] * key_scale), scores[i]);
-          scores[i] = fmaf(w.y, relu(c[i / 2][n][i % 2 * 2 + 1] * key_scale), scores[i]);
-        }
-      }
-    }
-#pragma unroll
-    for (float& s : scores) {
-      s += __shfl_xor_sync(~0u, s, 1);
-      s += __shfl_xor_sync(~0u, s, 2);
-    }
+  const int key = thread % kPlainKeys, slot = thread / kPlainKeys;
+  float* const q = s.queries + slot * view.heads * view.width;
+  float* const weights = s.weights + slot * view.heads;
+  for (int i = slot; i < (piece.count + kPlainQueries - 1) / kPlainQueries * kPlainQueries;
+       i += kPlainQueries) {
+    __syncthreads();
+    if (i < piece.count) load_query(view, piece.first + i, q, weights, key, kPlainKeys);
+    __syncthreads();
+    if (i >= piece.count || first + key >= view.candidates(piece.position + i)) continue;
+    round.row(place, i)[first + key] =
+        rank_of(plain_score(view, q, weights, s.keys + key * plain_pitch(view.width)));
   }
-};
-
-// A query in shared memory, as KeyFragments reads it.
-template <int kSteps>
-struct QueryTile {
-  static constexpr int kRowBytes = kSteps * 32;
-  static_assert(kRowBytes % 128 == 0);
-  static constexpr int kBytes = kMmaHeadsMax * kRowBytes;
-
-  static __device__ void fetch(const SwizzledTile& to, const IndexerView<bf16, bf16>& view, int t,
-                               float* weights) {
-    constexpr int kChunks = kRowBytes / 16;
-    for (int i = static_cast<int>(threadIdx.x); i < view.heads * kChunks; i += kMmaThreads) {
-      copy_async(to.chunk(static_cast<uint32_t>(i / kChunks), static_cast<uint32_t>(i % kChunks)),
-                 view.q.at(t, i / kChunks) + i % kChunks * 8);
-    }
-    for (int h = static_cast<int>(threadIdx.x); h < view.heads; h += kMmaThreads)
-      weights[h] = view.weights[t][h];
-    commit_copies();
-  }
-};
-
-// Calls f with 4 or 8, the channels over 16, and returns true where the tensor cores take this shape.
-template <class Args, class F>
-bool for_mma_steps(const Args& args, F&& f) {
-  const int64_t heads = args.q.size(1), width = args.q.size(2);
-  const bool bf16s = args.q.dtype() == DType::kBf16 && args.keys.pool.dtype() == DType::kBf16;
-  if (!bf16s || heads % 16 != 0 || heads > kMmaHeadsMax || (width != 64 && width != 128)) return false;
-  CHECK(aligned_16(args.q) && aligned_16(args.keys.pool));
-  if (width == 64) {
-    f(std::integral_constant<int, 4>());
-  } else {
-    f(std::integral_constant<int, 8>());
-  }
-  return true;
 }
 
-// --- scores of given rows ---
-
+// Scores of given rows.
 template <class X, class K>
 __global__ void __launch_bounds__(kPlainThreads)
     given_scores_plain(const IndexerView<X, K> view, Rows<int32_t> rows, int asked, Rows<float> scores) {
@@ -215,32 +143,6 @@ __global__ void __launch_bounds__(kPlainThreads)
   if (i >= kPlainKeys || first + i >= asked) return;
   const float score = plain_score(view, s.queries, s.weights, s.keys + i * plain_pitch(view.width));
   scores[t][first + i] = rows[t][first + i] < 0 ? 0.0f : score;
-}
-
-template <int kSteps>
-__global__ void __launch_bounds__(kMmaThreads)
-    given_scores_mma(const IndexerView<bf16, bf16> view, Rows<int32_t> rows, int asked, Rows<float> scores) {
-  __shared__ __align__(128) unsigned char tile[QueryTile<kSteps>::kBytes];
-  __shared__ __align__(8) float weights[kMmaHeadsMax];
-  const SwizzledTile q{shared_address(tile), QueryTile<kSteps>::kRowBytes};
-  const int t = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int first = static_cast<int>(blockIdx.y) * kMmaBlockKeys + static_cast<int>(threadIdx.x) / kWarp * 32;
-  const int b = sequence_of(view.batch.row_begin, view.batch.count, t);
-  QueryTile<kSteps>::fetch(q, view, t, weights);
-  const auto row = [&](int i) { return first + i < asked ? rows[t][first + i] : -1; };
-  const KeyFragments<kSteps> keys([&](int i) -> const bf16* {
-    const int r = row(i);
-    return r < 0 ? nullptr : view.keys.row(b, r);
-  });
-  wait_for_copies();
-  __syncthreads();
-  float values[4];
-  keys.score(q, weights, view.heads, view.key_scale, values);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int at = 8 * i + lane / 4;
-    if (lane % 4 == 0 && first + at < asked) scores[t][first + at] = row(at) < 0 ? 0.0f : values[i];
-  }
 }
 
 }  // namespace slipstream::kernels
