@@ -118,8 +118,7 @@ void given(CudaBench& bench, int64_t tokens, bool backward) {
         3.0 * flops, bytes);
 }
 
-void run() {
-  CudaBench bench;
+CUDA_BENCH(indexer) {
   for (const int64_t longest : {8192, 32768, 131072}) select(bench, "prefill", 1, longest, 2048);
   select(bench, "prefill", 1, 16384, 16384);
   select(bench, "prefill, pools of 4", 1, 131072, 2048, 4);
@@ -135,5 +134,3 @@ void run() {
 
 }  // namespace
 }  // namespace slipstream::kernels
-
-int main() { slipstream::kernels::run(); }

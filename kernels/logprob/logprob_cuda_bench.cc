@@ -24,8 +24,8 @@ void report(const char* name, int64_t rows, double products, int64_t vocab, int6
               100.0 * floor / ms);
 }
 
-void run(int64_t rows, int64_t vocab, int64_t width) {
-  CudaBench bench;
+void run(CudaBench& bench, int64_t rows, int64_t vocab, int64_t width) {
+  const ArenaScope scope(bench.arena());
   Stream& stream = bench.stream();
   const Tensor hidden = bench.random(DType::kBf16, {rows, width});
   const Tensor weight = bench.random(DType::kBf16, {vocab, width}, -0.05f, 0.05f);
@@ -95,10 +95,10 @@ void run(int64_t rows, int64_t vocab, int64_t width) {
   }
 }
 
+CUDA_BENCH(logprob) {
+  run(bench, 4096, 154880, 6144);
+  run(bench, 256, 154880, 6144);
+}
+
 }  // namespace
 }  // namespace slipstream::kernels
-
-int main() {
-  slipstream::kernels::run(4096, 154880, 6144);
-  slipstream::kernels::run(256, 154880, 6144);
-}

@@ -29,8 +29,7 @@ void run(testing::CudaBench& bench, int64_t rows, int64_t width) {
   }));
 }
 
-void run_all() {
-  testing::CudaBench bench;
+CUDA_BENCH(rmsnorm) {
   run(bench, 16384, 6144);
   run(bench, 4096, 6144);
   run(bench, 16384, 2048);
@@ -39,5 +38,3 @@ void run_all() {
 
 }  // namespace
 }  // namespace slipstream::kernels
-
-int main() { slipstream::kernels::run_all(); }

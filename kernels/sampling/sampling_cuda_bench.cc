@@ -25,8 +25,7 @@ void measure(testing::CudaBench& bench, const char* name, const Tensor& logits, 
               static_cast<long long>(logits.size(1)), ms, floor);
 }
 
-void run() {
-  testing::CudaBench bench;
+CUDA_BENCH(sampling) {
   for (const int64_t rows : {1, 16, 64, 256}) {
     const int64_t vocab = 154880;
     std::vector<float> normal(static_cast<size_t>(vocab * rows));  // standard deviation 2.5, as models' logits have about
@@ -48,5 +47,3 @@ void run() {
 
 }  // namespace
 }  // namespace slipstream::kernels
-
-int main() { slipstream::kernels::run(); }
