@@ -12,7 +12,7 @@
 # Exits 1 when anything failed.
 set -euo pipefail
 
-binaries="kernels/kernels_cuda_test tests/invariance_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/kernels_cuda_bench"
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/optimizer_cuda_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/kernels_cuda_bench"
 
 bundle() {
   local root dir=$1 build=${BUILD:-build/cuda}
@@ -63,6 +63,7 @@ run() {
     step "golden_bf16_$(basename "$fixture")" "$here/golden_check" --device cuda --dtype bf16 "$fixture"
   done
   step invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
+  step optimizer "$here/optimizer_cuda_test" --gtest_brief=1
   step cuda_job tests/job/cuda_job.sh "$here/slipstream" "$here/arithmetic_env"
 }
 

@@ -1,5 +1,5 @@
 // learner_bench --config configs/models/flash-nano.json ...: tokens a second of a training step on short samples, and what an
-// update, a checkpoint and a publication cost, in fp32 and bf16.
+// update, a checkpoint and a publication cost, in fp32 and bf16; with --device cuda with the optimiser there and in host memory.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -21,6 +21,7 @@ using bench::seconds_since;
 
 struct Flags {
   std::string config;
+  std::string device = "cpu";
   int64_t micro_batch_tokens = 4096;
   int threads = 2;
   int repeats = 15;
@@ -61,7 +62,7 @@ struct Times {
 };
 
 absl::StatusOr<Times> measure(const Flags& flags, Trainer& trainer, const TrainingBatch& batch, const Checkpoints& checkpoints,
-                              PolicyWeights& weights, kernels::Stream& stream) {
+                              PolicyWeights& weights, kernels::Stream& host, kernels::Stream& compute) {
   Times out;
   Publisher publisher;
   LearnerState state;
@@ -70,17 +71,50 @@ absl::StatusOr<Times> measure(const Flags& flags, Trainer& trainer, const Traini
     ASSIGN_OR_RETURN(const StepResult result, trainer.step(batch, "cispo", 1e-4));
     out.step.push_back(seconds_since(begin));
     begin = Clock::now();
-    trainer.optimizer().update(weights.master().store, trainer.gradients(), result.grad_norm, 1e-6, stream);
+    trainer.optimizer().update(weights.trained(), trainer.gradients(), weights.rounded(), result.grad_norm, 1e-6);
+    weights.updated(compute);
+    compute.synchronize();
     out.update.push_back(seconds_since(begin));
     state.step = i + 1;
     begin = Clock::now();
+    weights.fetch(compute);
     RETURN_IF_ERROR(checkpoints.save(state, weights, trainer.optimizer()));
     out.checkpoint.push_back(seconds_since(begin));
     begin = Clock::now();
-    RETURN_IF_ERROR(publisher.publish(i, weights.master(), stream));
+    RETURN_IF_ERROR(publisher.publish(i, weights.master(), host));
     out.publish.push_back(seconds_since(begin));
   }
   return out;
+}
+
+absl::Status run_one(const Flags& flags, const v1::Batch& message, const std::string& dir, kernels::DType dtype, MasterPlace place,
+                     kernels::Stream& host, kernels::Stream& compute) {
+  const std::string model = dir + "/model";
+  ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(model, dtype, host, compute, place));
+  TrainerOptions options;
+  options.loss.objective = "cispo";  // every token has a gradient, whatever its ratio
+  options.micro_batch_tokens = flags.micro_batch_tokens;
+  ASSIGN_OR_RETURN(const auto trainer, Trainer::create(weights, options, parallel::self_group(), host, compute));
+  const TrainingBatch batch = make_training_batch(message,
+                                                  {.vocab = weights.config().vocab,
+                                                   .max_positions = weights.config().max_positions,
+                                                   .kind = v1::TRAJECTORY_KIND_ROLLOUT,
+                                                   .advantages = {},
+                                                   .trained = nullptr},
+                                                  quiet_logger());
+  const Checkpoints checkpoints(absl::StrCat(dir, "/", kernels::name_of(dtype), place == MasterPlace::kHost ? "" : "_device"), 2, model, quiet_logger());
+  ASSIGN_OR_RETURN(const Times times, measure(flags, *trainer, batch, checkpoints, weights, host, compute));
+  int64_t parameters = 0;
+  for (const auto& entry : weights.master().store.entries()) parameters += entry.tensor.numel();
+  const double tokens = static_cast<double>(batch.num_tokens());
+  std::printf("%s %s: %.2f M parameters, %.0f tokens a step, %d threads%s: step %.1f ms, %.0f tokens/s (best %.0f); "
+              "AdamW %.1f ms; checkpoint %.1f ms; publish %.1f ms\n",
+              std::filesystem::path(flags.config).filename().c_str(), kernels::name_of(dtype),
+              static_cast<double>(parameters) / 1e6, tokens, flags.threads,
+              !compute.on_cuda() ? "" : place == MasterPlace::kHost ? ", optimiser in host memory" : ", optimiser on the GPU", median(times.step) * 1e3,
+              tokens / median(times.step), tokens / *std::min_element(times.step.begin(), times.step.end()),
+              median(times.update) * 1e3, median(times.checkpoint) * 1e3, median(times.publish) * 1e3);
+  return absl::OkStatus();
 }
 
 absl::Status run(const Flags& flags) {
@@ -91,30 +125,18 @@ absl::Status run(const Flags& flags) {
   ASSIGN_OR_RETURN(const model::LoadedWeights fresh, model::random_weights(config, kernels::DType::kF32, 1, *stream));
   RETURN_IF_ERROR(model::save_weights(fresh, model, {}));
   const v1::Batch message = make_batch(config.vocab);
+  ASSIGN_OR_RETURN(const kernels::Device device, kernels::parse_device(flags.device));
+  std::unique_ptr<kernels::Stream> device_stream;
+  if (device != kernels::Device{}) {
+    ASSIGN_OR_RETURN(device_stream, kernels::Stream::create(device, 0));
+  }
+  kernels::Stream& compute = device_stream != nullptr ? *device_stream : *stream;
+  std::vector<MasterPlace> places = {MasterPlace::kHost};
+  if (compute.on_cuda()) places.push_back(MasterPlace::kDevice);
   for (const kernels::DType dtype : {kernels::DType::kF32, kernels::DType::kBf16}) {
-    ASSIGN_OR_RETURN(PolicyWeights weights, PolicyWeights::load(model, dtype, *stream, *stream));
-    TrainerOptions options;
-    options.loss.objective = "cispo";  // every token has a gradient, whatever its ratio
-    options.micro_batch_tokens = flags.micro_batch_tokens;
-    ASSIGN_OR_RETURN(const auto trainer, Trainer::create(weights, options, parallel::self_group(), *stream, *stream));
-    const TrainingBatch batch = make_training_batch(message,
-                                                    {.vocab = config.vocab,
-                                                     .max_positions = config.max_positions,
-                                                     .kind = v1::TRAJECTORY_KIND_ROLLOUT,
-                                                     .advantages = {},
-                                                     .trained = nullptr},
-                                                    quiet_logger());
-    const Checkpoints checkpoints(absl::StrCat(dir.path(), "/", kernels::name_of(dtype)), 2, model, quiet_logger());
-    ASSIGN_OR_RETURN(const Times times, measure(flags, *trainer, batch, checkpoints, weights, *stream));
-    int64_t parameters = 0;
-    for (const auto& entry : weights.master().store.entries()) parameters += entry.tensor.numel();
-    const double tokens = static_cast<double>(batch.num_tokens());
-    std::printf("%s %s: %.2f M parameters, %.0f tokens a step, %d threads: step %.1f ms, %.0f tokens/s (best %.0f); "
-                "AdamW %.1f ms; checkpoint %.1f ms; publish %.1f ms\n",
-                std::filesystem::path(flags.config).filename().c_str(), kernels::name_of(dtype),
-                static_cast<double>(parameters) / 1e6, tokens, flags.threads, median(times.step) * 1e3,
-                tokens / median(times.step), tokens / *std::min_element(times.step.begin(), times.step.end()),
-                median(times.update) * 1e3, median(times.checkpoint) * 1e3, median(times.publish) * 1e3);
+    for (const MasterPlace place : places) {
+      RETURN_IF_ERROR(run_one(flags, message, dir.path(), dtype, place, *stream, compute));
+    }
   }
   return absl::OkStatus();
 }
@@ -126,6 +148,7 @@ int main(int argc, char** argv) {
   slipstream::learner::Flags flags;
   CLI::App app("What a training step costs.");
   app.add_option("--config", flags.config, "config.json of a model")->required();
+  app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
   app.add_option("--micro-batch-tokens", flags.micro_batch_tokens)->check(CLI::PositiveNumber);
   app.add_option("--threads", flags.threads)->check(CLI::Range(1, 256));
   app.add_option("--repeats", flags.repeats)->check(CLI::PositiveNumber);

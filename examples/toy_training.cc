@@ -7,7 +7,7 @@
 
 #include "CLI/CLI.hpp"
 #include "common/status.h"
-#include "learner/adamw.h"
+#include "learner/optimizer.h"
 #include "model/load.h"
 #include "model/model.h"
 
@@ -52,7 +52,7 @@ absl::Status run(const Flags& flags) {
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create_cpu(int64_t{1} << 38));
   const model::ModelWeights& weights = loaded.store.tensors();
   ASSIGN_OR_RETURN(learner::AdamW adam, learner::AdamW::create(loaded.config, loaded.store.with_mtp(),
-                                                              {.beta1 = 0.9, .beta2 = 0.99, .grad_clip = 0.0}));
+                                                              {.beta1 = 0.9, .beta2 = 0.99, .grad_clip = 0.0}, *stream));
   uint64_t state = 1;
   for (int i = 1; i <= flags.steps; ++i) {
     const kernels::ArenaScope scope(arena);
@@ -76,7 +76,7 @@ absl::Status run(const Flags& flags) {
     const kernels::Tensor dhidden = network->log_probs_backward(weights, hidden, targets, 1.0f, log_probs, dlogprob, {},
                                                                 gradients.tensors(), step);
     network->backward(weights, saved, dhidden, gradients.tensors(), step);
-    adam.update(loaded.store, gradients, /*grad_norm=*/0.0, flags.learning_rate, *stream);
+    adam.update(loaded.store, gradients, /*rounded=*/nullptr, /*grad_norm=*/0.0, flags.learning_rate);
     if (i == 1 || i % 50 == 0) {
       double loss = 0.0;
       for (int64_t r = 0; r < rows; ++r) loss += double{dlogprob.f32()[r]} * log_probs.logprob.f32()[r];

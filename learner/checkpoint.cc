@@ -14,6 +14,7 @@
 #include "model/checkpoint_writer.h"
 #include "model/json_reader.h"
 #include "model/output_file.h"
+#include "model/tensor_rows.h"
 #include "nlohmann/json.hpp"
 
 namespace slipstream::learner {
@@ -200,7 +201,7 @@ std::optional<std::string> Checkpoints::find() const {
 absl::Status Checkpoints::write(const std::string& dir, const LearnerState& state,
                                 const PolicyWeights& weights, const AdamW& optimizer) const {
   RETURN_IF_ERROR(model::save_weights(weights.master(), dir, {.carry_from = carry_from_}));
-  model::CheckpointWriter writer({});
+  model::CheckpointWriter writer({.before_step = {}, .stream = &optimizer.stream()});
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, optimizer.updates() > 0);
   for (const NamedTensor& entry : tensors)
     RETURN_IF_ERROR(writer.add(entry.name, entry.tensor, kernels::DType::kF32));
@@ -312,11 +313,20 @@ absl::Status Checkpoints::restore(const std::string& dir, const LearnerState& st
   const std::vector<NamedTensor> tensors = optimizer_tensors(weights, optimizer, state.optimizer_updates > 0);
   if (!tensors.empty()) {
     ASSIGN_OR_RETURN(model::Checkpoint file, model::Checkpoint::open(dir + "/" + kOptimizer, {}));
-    for (const NamedTensor& entry : tensors) RETURN_IF_ERROR(file.read_into(entry.name, entry.tensor));
+    for (const NamedTensor& entry : tensors) {
+      if (entry.tensor.device() == host.device()) {
+        RETURN_IF_ERROR(file.read_into(entry.name, entry.tensor));
+        continue;
+      }
+      std::vector<float> values(static_cast<size_t>(entry.tensor.numel()));
+      const std::vector<int64_t> shape = model::shape_of(entry.tensor);
+      RETURN_IF_ERROR(file.read_into(
+          entry.name, kernels::Tensor(values.data(), kernels::DType::kF32, shape.data(), entry.tensor.rank())));
+      compute.upload(values.data(), entry.tensor);
+    }
   }
   optimizer.set_updates(state.optimizer_updates);
-  weights.round(host, compute);
-  return absl::OkStatus();
+  return weights.round(host, compute);
 }
 
 }  // namespace slipstream::learner

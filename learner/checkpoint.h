@@ -15,7 +15,7 @@
 
 #include "common/log.h"
 #include "common/status.h"
-#include "learner/adamw.h"
+#include "learner/optimizer.h"
 #include "learner/policy_weights.h"
 #include "learner/step_report.h"
 #include "slipstream/v1/trajectory.pb.h"
@@ -57,7 +57,7 @@ class Checkpoints {
   // complete directory (a warning says so). nullopt: there is none.
   std::optional<std::string> find() const;
 
-  // Everything is written to a temporary directory and fsync'd, renamed, then `latest` is replaced. After OK
+  // weights: fetched. Everything is written to a temporary directory and fsync'd, renamed, then `latest` is replaced. After OK
   // the checkpoint is found by find() whatever happens; after a crash at any point find() gives this or the
   // previous one. Older ones are removed.
   absl::Status save(const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const;

@@ -33,6 +33,8 @@ void read_optimizer(ConfigNode node, AdamWConfig* out) {
                    {{"constant", Schedule::kConstant}, {"cosine", Schedule::kCosine}});
   node.read("min_learning_rate", &out->min_learning_rate, 0.0, 1.0);
   node.read("reset_on_publish", &out->reset_on_publish);
+  node.read_choice("offload", &out->offload,
+                   {{"auto", Offload::kAuto}, {"true", Offload::kAlways}, {"false", Offload::kNever}});
 }
 
 void read_warmup(ConfigNode node, WarmupConfig* out) {

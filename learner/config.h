@@ -4,7 +4,7 @@
 #include <string>
 
 #include "common/config.h"
-#include "learner/adamw.h"
+#include "learner/optimizer.h"
 #include "learner/objectives.h"
 #include "model/model_section.h"
 

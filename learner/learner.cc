@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "absl/strings/str_join.h"
+#include "kernels/cuda/runtime.h"
 #include "learner/step_statistics.h"
 #include "model/weights.h"
 
@@ -64,6 +65,20 @@ absl::Status check_same_shape(const std::string& dir, const std::string& model_p
                                                    " has ", text(have), "; expected the model that the run began with"));
   }
   return absl::OkStatus();
+}
+
+// Whether masters and moments are kept on the GPU that computes.
+absl::StatusOr<MasterPlace> place_of_masters(Offload offload, const model::ModelConfig& config, kernels::Stream& compute) {
+  if (!compute.on_cuda() || offload == Offload::kAlways) return MasterPlace::kHost;
+  int64_t parameters = 0;
+  for (const model::Parameter& parameter : model::list_parameters(config, config.mtp_layers > 0)) parameters += parameter.numel();
+  // bf16 weights, their gradients in fp32, and what is in question: masters and two moments. The rest is for activations,
+  // and for a rollout worker that may share the GPU.
+  const int64_t bytes = parameters * (2 + 4 + 12), free = kernels::cuda::free_memory();
+  if (offload == Offload::kAuto) return bytes <= free / 3 * 2 ? MasterPlace::kDevice : MasterPlace::kHost;
+  if (bytes <= free) return MasterPlace::kDevice;
+  return absl::ResourceExhaustedError(absl::StrCat("learner.optimizer.offload: false, but weights, gradients, masters and moments "
+                                                   "take ", bytes, " bytes and the GPU has ", free, " free; expected auto or true"));
 }
 
 // The mean probability of a whole demonstration: what a greedy-free sampler would earn on tasks with one
@@ -152,8 +167,10 @@ absl::Status Learner::restore(kernels::Stream& compute) {
   } else if (config_.warmup.steps == 0) {
     state_.phase = Phase::kRl;
   }
-  ASSIGN_OR_RETURN(
-      weights_, PolicyWeights::load(dir.empty() ? config_.model.path : dir, config_.model.dtype, *stream_, compute));
+  const std::string& source = dir.empty() ? config_.model.path : dir;
+  ASSIGN_OR_RETURN(const model::ModelConfig model_config, model::read_model_config(source));
+  ASSIGN_OR_RETURN(const MasterPlace place, place_of_masters(config_.optimizer.offload, model_config, compute));
+  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(source, config_.model.dtype, *stream_, compute, place));
   ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
                                              {.loss = config_.loss,
                                               .optimizer = config_.optimizer,
@@ -166,8 +183,10 @@ absl::Status Learner::restore(kernels::Stream& compute) {
   exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
   durable_step_ = state_.step;
   state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
-  log_->info("{}: step {}, policy version {}", dir.empty() ? config_.model.path : dir, state_.step,
-             state_.policy_version);
+  log_->info("{}: step {}, policy version {}", source, state_.step, state_.policy_version);
+  if (compute.on_cuda()) {
+    log_->info("masters and moments are {}", place == MasterPlace::kDevice ? "on the GPU" : "in host memory (learner.optimizer.offload)");
+  }
   return absl::OkStatus();
 }
 
@@ -352,6 +371,7 @@ absl::Status Learner::save_checkpoint(double* seconds) {
   LearnerState written = state_;
   written.wall_seconds = wall_seconds();
   if (state_.step > 1) RETURN_IF_ERROR(files_->sync());  // the lines before this step's, which it has itself
+  weights_->fetch(device_stream_ != nullptr ? *device_stream_ : *stream_);
   RETURN_IF_ERROR(checkpoints_.save(written, *weights_, trainer_->optimizer()));
   durable_step_ = state_.step;
   return absl::OkStatus();

@@ -21,28 +21,63 @@ void convert_tensor(const kernels::Tensor& from, const kernels::Tensor& to, kern
 }
 
 absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType dtype,
-                                                  kernels::Stream& host, kernels::Stream& compute) {
+                                                  kernels::Stream& host, kernels::Stream& compute,
+                                                  MasterPlace place) {
+  CHECK(place == MasterPlace::kHost || compute.on_cuda());
   ASSIGN_OR_RETURN(model::LoadedWeights master, model::load_weights(dir, DType::kF32, host));
-  PolicyWeights out(std::move(master));
-  if (dtype != DType::kF32) {
-    ASSIGN_OR_RETURN(out.rounded_,
-                     model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp()));
-  }
+  PolicyWeights out(std::move(master), dtype);
+  out.place_ = place;
+  const auto create = [&](DType of, kernels::Device device) {
+    return model::WeightStore::create_weights(out.config(), of, out.with_mtp(), device);
+  };
   if (compute.on_cuda()) {
-    ASSIGN_OR_RETURN(out.on_device_,
-                     model::WeightStore::create_weights(out.config(), dtype, out.master_.store.with_mtp(), compute.device()));
+    ASSIGN_OR_RETURN(out.on_device_, create(dtype, compute.device()));
   }
-  out.round(host, compute);
+  if (dtype != DType::kF32 && place == MasterPlace::kDevice) {
+    ASSIGN_OR_RETURN(out.device_master_, create(DType::kF32, compute.device()));
+  } else if (dtype != DType::kF32) {
+    ASSIGN_OR_RETURN(out.rounded_, create(dtype, {}));
+  }
+  RETURN_IF_ERROR(out.round(host, compute));
   return out;
 }
 
-void PolicyWeights::round(kernels::Stream& host, kernels::Stream& compute) {
-  if (rounded_) {
-    for (size_t i = 0; i < rounded_->entries().size(); ++i) {
-      convert_tensor(master_.store.entries()[i].tensor, rounded_->entries()[i].tensor, host);
-    }
+const model::WeightStore* PolicyWeights::rounded() const {
+  if (masters_on_device()) return device_master_ ? &*on_device_ : nullptr;
+  return rounded_ ? &*rounded_ : nullptr;
+}
+
+void PolicyWeights::updated(kernels::Stream& compute) {
+  if (masters_on_device()) {
+    stale_ = true;
+  } else if (on_device_) {
+    on_host().upload_to(*on_device_, compute);
   }
-  if (on_device_) on_host().upload_to(*on_device_, compute);
+}
+
+void PolicyWeights::fetch(kernels::Stream& compute) {
+  if (!stale_) return;
+  master_.store.download_from(*device_master(), compute);
+  stale_ = false;
+}
+
+absl::Status PolicyWeights::round(kernels::Stream& host, kernels::Stream& compute) {
+  CHECK(!stale_);
+  const auto round_to = [&](const model::WeightStore& to) {
+    for (size_t i = 0; i < to.entries().size(); ++i) {
+      convert_tensor(master_.store.entries()[i].tensor, to.entries()[i].tensor, host);
+    }
+  };
+  if (rounded_) round_to(*rounded_);
+  if (device_master_) {
+    ASSIGN_OR_RETURN(const model::WeightStore once, model::WeightStore::create_weights(config(), dtype_, with_mtp()));
+    round_to(once);
+    master_.store.upload_to(*device_master_, compute);
+    once.upload_to(*on_device_, compute);
+  } else if (on_device_) {
+    on_host().upload_to(*on_device_, compute);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace slipstream::learner

@@ -4,36 +4,67 @@
 #include <optional>
 #include <string>
 
+#include "common/check.h"
 #include "common/status.h"
 #include "kernels/stream.h"
 #include "model/load.h"
 
 namespace slipstream::learner {
 
+// Where the masters are that training changes. The model is on the device of `compute`, a stream that may be `host`.
+enum class MasterPlace { kHost, kDevice };
+
 // Movable; tensors stay where they are. One thread.
 class PolicyWeights {
  public:
   // Reads a checkpoint directory; errors as load_weights has them. dtype: f32 or bf16, of compute(), which is on
-  // the device of `compute`; all else is done by `host`, a stream on the CPU (they may be one).
+  // the device of `compute`; what is done on the CPU is done by `host`, a stream there (they may be one).
   static absl::StatusOr<PolicyWeights> load(const std::string& dir, kernels::DType dtype,
-                                            kernels::Stream& host, kernels::Stream& compute);
+                                            kernels::Stream& host, kernels::Stream& compute,
+                                            MasterPlace place = MasterPlace::kHost);
 
   const model::ModelConfig& config() const { return master_.config; }
-  model::LoadedWeights& master() { return master_; }
-  const model::LoadedWeights& master() const { return master_; }
-  // The masters themselves for f32, else their rounding to nearest even as of the last round(). Islands
+  // The masters in host memory, to read or to restore. Dies if they changed elsewhere since fetch().
+  model::LoadedWeights& master() {
+    CHECK(!stale_);
+    return master_;
+  }
+  const model::LoadedWeights& master() const {
+    CHECK(!stale_);
+    return master_;
+  }
+  bool with_mtp() const { return master_.store.with_mtp(); }
+  // The masters themselves for f32, else their rounding to nearest even as of the last round() or updated(). Islands
   // (norms, biases) are fp32 in both.
   const model::ModelWeights& compute() const { return on_device_ ? on_device_->tensors() : on_host().tensors(); }
-  kernels::DType dtype() const { return on_host().dtype(); }
-  // To be called after the masters changed.
-  void round(kernels::Stream& host, kernels::Stream& compute);
+  kernels::DType dtype() const { return dtype_; }
+
+  // What an optimiser updates, and what it writes the rounded masters to (null: nothing). On the stream of trained_by().
+  const model::WeightStore& trained() const { return masters_on_device() ? *device_master() : master_.store; }
+  const model::WeightStore* rounded() const;
+  kernels::Stream& trained_by(kernels::Stream& host, kernels::Stream& compute) const {
+    return masters_on_device() ? compute : host;
+  }
+  // To be called after an update of trained() and rounded(): compute() follows, and master() waits for fetch().
+  void updated(kernels::Stream& compute);
+  // The masters come to host memory if they changed elsewhere.
+  void fetch(kernels::Stream& compute);
+  // To be called after master() was changed in host memory: all else follows.
+  absl::Status round(kernels::Stream& host, kernels::Stream& compute);
 
  private:
-  explicit PolicyWeights(model::LoadedWeights master) : master_(std::move(master)) {}
-  model::LoadedWeights master_;
+  PolicyWeights(model::LoadedWeights master, kernels::DType dtype) : master_(std::move(master)), dtype_(dtype) {}
   const model::WeightStore& on_host() const { return rounded_ ? *rounded_ : master_.store; }
-  std::optional<model::WeightStore> rounded_;
-  std::optional<model::WeightStore> on_device_;  // of rounded_, or of the masters; absent on the CPU
+  bool masters_on_device() const { return place_ == MasterPlace::kDevice; }
+  const model::WeightStore* device_master() const { return device_master_ ? &*device_master_ : &*on_device_; }
+
+  model::LoadedWeights master_;
+  kernels::DType dtype_;
+  MasterPlace place_ = MasterPlace::kHost;
+  bool stale_ = false;                              // master_ is older than device_master()
+  std::optional<model::WeightStore> rounded_;       // on the CPU; absent for f32 and while masters are on the device
+  std::optional<model::WeightStore> on_device_;     // compute() on a GPU
+  std::optional<model::WeightStore> device_master_;  // where on_device_ is bf16 and masters are there
 };
 
 // to = from, element by element, f32 to f32 or bf16 (nearest even). Same shapes, dense.

@@ -22,10 +22,11 @@ absl::StatusOr<std::unique_ptr<Trainer>> Trainer::create(PolicyWeights& weights,
                                                          kernels::Stream& compute) {
   RETURN_IF_ERROR(find_objective(options.loss.objective).status());
   const model::ModelConfig& config = weights.config();
-  const bool with_mtp = weights.master().store.with_mtp();
+  const bool with_mtp = weights.with_mtp();
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> network, model::Model::create(config));
   ASSIGN_OR_RETURN(model::WeightStore gradients, model::WeightStore::create_gradients(config, with_mtp));
-  ASSIGN_OR_RETURN(AdamW optimizer, AdamW::create(config, with_mtp, options.optimizer));
+  ASSIGN_OR_RETURN(AdamW optimizer, AdamW::create(config, with_mtp, options.optimizer,
+                                                  weights.trained_by(host, compute)));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(compute.device(), kArenaBytes));
   std::unique_ptr<Trainer> out(new Trainer(weights, options, group, host, compute, std::move(network),
                                            std::move(gradients), std::move(optimizer), std::move(arena)));
@@ -158,6 +159,14 @@ absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBat
   return absl::OkStatus();
 }
 
+// To gradients(), the sum over all ranks.
+void Trainer::gather_gradients() {
+  const bool update_there = optimizer_.stream().on_cuda();
+  if (device_gradients_ && (group_.size() > 1 || !update_there)) gradients_.download_from(*device_gradients_, compute_);
+  share_gradients();
+  if (group_.size() > 1 && update_there) gradients_.upload_to(*device_gradients_, compute_);
+}
+
 // Many small tensors in one sum: a collective costs more than its copy.
 void Trainer::share_gradients() {
   if (group_.size() == 1) return;
@@ -256,8 +265,7 @@ absl::StatusOr<GradientResult> Trainer::compute_gradient(const TrainingBatch& ba
   if (group_.all_reduce_max(status.ok() ? 0 : 1) != 0) {  // before anybody waits for a sum that will not come
     return status.ok() ? absl::InternalError("another rank failed in this step; its log says why") : status;
   }
-  if (device_gradients_) gradients_.download_from(*device_gradients_, compute_);
-  share_gradients();
+  gather_gradients();
   share_columns(out.learner_logprob);
   share_columns(out.entropy);
   if (!expert_counts_.empty()) {
@@ -274,7 +282,7 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
   StepResult result;
   result.learning_rate = learning_rate;
   ASSIGN_OR_RETURN(result.gradient, compute_gradient(batch, objective));
-  const GradientCheck check = check_gradients(gradients_, host_);
+  const GradientCheck check = check_gradients(gradients(), optimizer_.stream());
   result.grad_norm = check.norm;
   result.offending = check.offending;
   int64_t selected = 0, finite = 0;
@@ -290,13 +298,14 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
   result.skipped = !result.offending.empty();
   if (result.skipped || selected == 0)
     return result;  // nothing to learn from: old momentum alone moves nothing
-  optimizer_.update(weights_.master().store, gradients_, check.norm, learning_rate, host_);
+  const std::string diverged =
+      optimizer_.update(weights_.trained(), gradients(), weights_.rounded(), check.norm, learning_rate);
+  weights_.updated(compute_);
   // Before anything is saved or published: such weights would be the run's newest for good.
-  if (const GradientCheck weights = check_gradients(weights_.master().store, host_); !weights.offending.empty()) {
-    return absl::DataLossError(absl::StrCat("the update made ", weights.offending, " not finite: the policy has diverged (learning rate ",
+  if (!diverged.empty()) {
+    return absl::DataLossError(absl::StrCat("the update made ", diverged, " not finite: the policy has diverged (learning rate ",
                                             learning_rate, ", gradient norm ", check.norm, ")"));
   }
-  weights_.round(host_, compute_);
   result.updated = true;
   return result;
 }

@@ -50,9 +50,9 @@ struct StepResult {
 // One thread. All ranks call the same members with the same batch.
 class Trainer {
  public:
-  // The model runs on `compute`; masters, moments, the sum over ranks and the update are `host`'s, a stream on
-  // the CPU (they may be one). The arguments outlive the trainer. Errors as the model's and the objective's
-  // creation have them.
+  // The model runs on `compute`, the sum over ranks on `host`, a stream on the CPU (they may be one); moments and the
+  // update are where the weights' masters are. The arguments outlive the trainer. Errors as the model's and the
+  // objective's creation have them.
   static absl::StatusOr<std::unique_ptr<Trainer>> create(PolicyWeights& weights,
                                                          const TrainerOptions& options,
                                                          parallel::Group& group, kernels::Stream& host,
@@ -66,7 +66,8 @@ class Trainer {
   absl::StatusOr<StepResult> step(const TrainingBatch& batch, const std::string& objective,
                                   double learning_rate);
 
-  model::WeightStore& gradients() { return gradients_; }
+  // Where the masters are.
+  model::WeightStore& gradients() { return optimizer_.stream().on_cuda() ? *device_gradients_ : gradients_; }
   AdamW& optimizer() { return optimizer_; }
 
  private:
@@ -81,6 +82,7 @@ class Trainer {
   void score_sample(const TrainingBatch& batch, int64_t sample, Objective objective,
                     GradientResult& out) const;
   void count_experts(const model::SavedForward& saved);
+  void gather_gradients();
   void share_gradients();
   void share_columns(std::vector<std::vector<float>>& columns);
   void summarize(const TrainingBatch& batch, Objective objective, const std::vector<double>& scales,
@@ -92,7 +94,7 @@ class Trainer {
   kernels::Stream& host_;
   kernels::Stream& compute_;
   std::unique_ptr<model::Model> network_;
-  model::WeightStore gradients_;                       // in host memory
+  model::WeightStore gradients_;                        // in host memory; on a GPU used as far as the sum or the update needs them there
   std::optional<model::WeightStore> device_gradients_;  // what passes add to on a GPU
   AdamW optimizer_;
   kernels::Arena arena_;

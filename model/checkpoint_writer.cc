@@ -96,7 +96,8 @@ absl::StatusOr<std::set<std::string>> list_checkpoint_files(const std::string& d
 
 absl::Status CheckpointWriter::add(std::string_view name, const Tensor& tensor, DType file_dtype) {
   CHECK(!tensor.empty());
-  CHECK(tensor.device() == kernels::Device{});
+  CHECK(tensor.device() == kernels::Device{} ||
+        (options_.stream != nullptr && tensor.device() == options_.stream->device()));
   if (!can_convert(stored_as(tensor.dtype()), file_dtype)) {
     return absl::InvalidArgumentError(absl::StrCat(printable(name), ": ", tensor.describe(),
                                                    " cannot be written as ", kernels::name_of(file_dtype)));
@@ -196,10 +197,11 @@ absl::StatusOr<std::vector<CheckpointWriter::Shard>> CheckpointWriter::plan() co
   return shards;
 }
 
-absl::Status CheckpointWriter::write_shard(const Shard& shard, const std::string& path) {
+absl::Status CheckpointWriter::write_shard(const Shard& shard, const std::string& path) const {
   ASSIGN_OR_RETURN(OutputFile file, OutputFile::create(path));
   RETURN_IF_ERROR(
       file.append({reinterpret_cast<const std::byte*>(shard.header.data()), shard.header.size()}));
+  std::vector<std::byte> fetched;
   for (const Entry* entry : shard.entries) {
     if (entry->source.empty()) {
       RETURN_IF_ERROR(file.append(entry->tensor.bytes));
@@ -215,7 +217,14 @@ absl::Status CheckpointWriter::write_shard(const Shard& shard, const std::string
         const absl::StatusOr<std::byte*> space = file.append_space(piece * file_size);
         status = space.status();
         if (!status.ok()) return;
-        convert(from, in, entry->file_dtype, *space, piece);
+        const std::byte* values = in;
+        if (entry->source.device() != kernels::Device{}) {
+          fetched.resize(static_cast<size_t>(piece * size_of(from)));
+          options_.stream->download(Tensor(const_cast<std::byte*>(in), entry->source.dtype(), {piece}, entry->source.device()),
+                                    fetched.data());
+          values = fetched.data();
+        }
+        convert(from, values, entry->file_dtype, *space, piece);
         in += piece * size_of(from);
         count -= piece;
       }

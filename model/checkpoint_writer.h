@@ -12,6 +12,7 @@
 
 #include "absl/types/span.h"
 #include "common/status.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 #include "model/safetensors.h"
 
@@ -23,6 +24,8 @@ struct CheckpointWriterOptions {
   // Called before each step that changes what a reader of the directory sees, with a name such as
   // "rename model.safetensors": fault tests stop the process there. May be empty.
   std::function<void(std::string_view step)> before_step;
+  // Of tensors on another device than the CPU: their values come through it, 1 MiB at a time.
+  kernels::Stream* stream = nullptr;
 };
 
 // Tensors are added as views; save() reads them, one run of elements at a time. Memory is a buffer of 1 MiB
@@ -31,7 +34,7 @@ class CheckpointWriter {
  public:
   explicit CheckpointWriter(CheckpointWriterOptions options) : options_(std::move(options)) {}
 
-  // tensor: on the CPU, not absent, may be strided; f32 or bf16 is written as file_dtype f32 or bf16, rounded
+  // tensor: on the CPU or the stream's device, not absent, may be strided; f32 or bf16 is written as file_dtype f32 or bf16, rounded
   // to nearest even; f8_e4m3 and i32 as themselves. It must hold its values until save() returns.
   // InvalidArgument: a name that is empty, over 1,024 bytes, not UTF-8, or "__metadata__"; a dtype
   // that is not listed here. AlreadyExists: the name was added before.
@@ -77,7 +80,7 @@ class CheckpointWriter {
   absl::Status add_entry(Entry entry);
   absl::StatusOr<std::vector<Shard>> plan() const;
   static std::string format_header(const Shard& shard);
-  static absl::Status write_shard(const Shard& shard, const std::string& path);
+  absl::Status write_shard(const Shard& shard, const std::string& path) const;
   absl::Status write_files(const std::string& dir, const std::vector<Shard>& shards) const;
   absl::Status publish(const std::string& dir, const std::vector<Shard>& shards) const;
   void before(const std::string& step) const {

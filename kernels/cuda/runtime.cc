@@ -100,6 +100,12 @@ void release_range(GrowingRange* range) {
 void release(void* device_memory) { static_cast<void>(cudaFree(device_memory)); }
 void release_pinned(void* memory) { static_cast<void>(cudaFreeHost(memory)); }
 
+int64_t free_memory() {
+  size_t free = 0, total = 0;
+  check_cuda(cudaMemGetInfo(&free, &total), "ask for free memory");
+  return static_cast<int64_t>(free);
+}
+
 absl::StatusOr<void*> create_stream() {
   cudaStream_t stream = nullptr;
   if (const cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); error != cudaSuccess) {

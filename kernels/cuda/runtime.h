@@ -15,6 +15,7 @@ absl::Status select_device(int32_t index);
 absl::StatusOr<void*> allocate(int64_t bytes);
 absl::StatusOr<void*> allocate_pinned(int64_t bytes);  // host memory that the device copies from at full speed
 void release(void* device_memory);
+int64_t free_memory();  // of the thread's device, in bytes
 
 // Device addresses without memory behind them, which it gets from the front as it is needed: how much a pass takes is known
 // once it ran. Growing costs a driver call of some milliseconds and happens only at a new high-water mark. Dies when the

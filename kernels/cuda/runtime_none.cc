@@ -17,6 +17,10 @@ absl::StatusOr<GrowingRange> reserve_range(int64_t) { return none(); }
 absl::StatusOr<void*> create_stream() { return none(); }
 // Nothing was ever handed out.
 void release(void*) { CHECK(false); }
+int64_t free_memory() {
+  CHECK(false);
+  return 0;
+}
 void release_pinned(void*) { CHECK(false); }
 void grow_range(GrowingRange*, int64_t, int32_t) { CHECK(false); }
 void release_range(GrowingRange*) { CHECK(false); }

@@ -119,12 +119,22 @@ TrainingBatch training_batch(const v1::Batch& message, const model::ModelConfig&
 }
 
 Bench::Bench(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, int threads,
-             parallel::Group& group) {
-  stream = *kernels::Stream::create_cpu(threads);
-  absl::StatusOr<PolicyWeights> loaded = PolicyWeights::load(dir, dtype, *stream, *stream);
+             parallel::Group& group)
+    : stream(*kernels::Stream::create_cpu(threads)) {
+  load(dir, options, dtype, group, *stream, MasterPlace::kHost);
+}
+
+Bench::Bench(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, MasterPlace place)
+    : stream(*kernels::Stream::create_cpu(2)), device(*kernels::Stream::create_cuda(0)) {
+  load(dir, options, dtype, parallel::self_group(), *device, place);
+}
+
+void Bench::load(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, parallel::Group& group,
+                 kernels::Stream& compute, MasterPlace place) {
+  absl::StatusOr<PolicyWeights> loaded = PolicyWeights::load(dir, dtype, *stream, compute, place);
   CHECK_OK(loaded.status());
   weights = std::make_unique<PolicyWeights>(*std::move(loaded));
-  absl::StatusOr<std::unique_ptr<Trainer>> made = Trainer::create(*weights, options, group, *stream, *stream);
+  absl::StatusOr<std::unique_ptr<Trainer>> made = Trainer::create(*weights, options, group, *stream, compute);
   CHECK_OK(made.status());
   trainer = *std::move(made);
 }

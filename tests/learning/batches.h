@@ -40,13 +40,20 @@ TrainingBatch training_batch(const v1::Batch& message, const model::ModelConfig&
 // A policy loaded from `dir` with its trainer and stream.
 struct Bench {
   std::unique_ptr<kernels::Stream> stream;
+  std::unique_ptr<kernels::Stream> device;  // where the model runs, if not on the CPU
   std::unique_ptr<PolicyWeights> weights;
   std::unique_ptr<Trainer> trainer;
 
   Bench(const std::string& dir, const TrainerOptions& options = {},
         kernels::DType dtype = kernels::DType::kF32, int threads = 1,
         parallel::Group& group = parallel::self_group());
+  // The same on the first GPU.
+  Bench(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, MasterPlace place);
   const model::ModelConfig& config() const { return weights->config(); }
+
+ private:
+  void load(const std::string& dir, const TrainerOptions& options, kernels::DType dtype, parallel::Group& group,
+            kernels::Stream& compute, MasterPlace place);
 };
 
 // Bytes of all masters, for comparing bit by bit.
