@@ -4,7 +4,8 @@
 #                               DIR.tar.xz all of it
 #   DIR/gpu.sh run              there, at the root of a checkout: every GPU test, golden_check in fp32 and bf16, short jobs;
 #                               one table, logs in DIR/logs or $LOGS
-#   DIR/gpu.sh jobs             there: the quickstart, and the same with 150 M parameters, with reward and tokens/s
+#   DIR/gpu.sh jobs             there: the quickstart, with worker and learner sharing a GPU and, where there are two, on one each; and
+#                               the same with 150 M parameters; reward and tokens/s
 #   DIR/gpu.sh operators        there: kernels' benchmarks, then public kernels at the same shapes (torch, and fla if installed)
 #   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill, decode, training step,
 #                               with the kernels the time goes to; then transformers on the first
@@ -90,6 +91,7 @@ P
 
 jobs() {
   step job_quickstart job quickstart
+  if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then step job_two_gpus job two-gpus rollout.device=cuda:0 learner.device=cuda:1; fi
   step job_150m job flash-150m 'model.init={config: flash-150m, seed: 1}' learner.steps=60 learner.warmup.learning_rate=3e-4 \
     learner.optimizer.learning_rate=5e-5
   grep -h '^ok reward' "$logs"/job_*.log
@@ -131,7 +133,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,15p' "$0"
+    sed -n '2,16p' "$0"
     exit 2
     ;;
 esac

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/range.h"
 #include "model/host_values.h"
 
 namespace slipstream::learner {
@@ -100,6 +101,7 @@ void Trainer::count_experts(const model::SavedForward& saved) {
 absl::Status Trainer::run_micro_batch(const TrainingBatch& batch, const MicroBatch& micro,
                                       Objective objective, const std::vector<double>& scales,
                                       GradientResult& out) {
+  const kernels::Range range("micro batch");
   const kernels::ArenaScope scope(arena_);
   model::Batch input;
   std::vector<int32_t> rows, targets;  // of each action token: the hidden state that predicts it, its id
@@ -282,6 +284,7 @@ absl::StatusOr<StepResult> Trainer::step(const TrainingBatch& batch, const std::
   StepResult result;
   result.learning_rate = learning_rate;
   ASSIGN_OR_RETURN(result.gradient, compute_gradient(batch, objective));
+  const kernels::Range range("update");
   const GradientCheck check = check_gradients(gradients(), optimizer_.stream());
   result.grad_norm = check.norm;
   result.offending = check.offending;
