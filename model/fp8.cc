@@ -1,35 +1,16 @@
 #include "model/fp8.h"
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <cmath>
 
 #include "kernels/bf16.h"
+#include "kernels/e4m3.h"
 
 namespace slipstream::model {
 namespace {
 
 using kernels::bf16;
 using kernels::DType;
-
-constexpr float decode(uint8_t code) {
-  const uint32_t sign = uint32_t{code & 0x80u} << 24;
-  const uint32_t exponent = (code >> 3) & 0xfu;
-  const uint32_t mantissa = code & 7u;
-  if (exponent == 15 && mantissa == 7) return std::bit_cast<float>(sign | 0x7fc00000u);
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) / 512.0f;  // mantissa / 8 * 2^-6
-    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(magnitude));
-  }
-  return std::bit_cast<float>(sign | ((exponent + 127 - 7) << 23) | (mantissa << 20));
-}
-
-constexpr std::array<float, 256> kValues = [] {
-  std::array<float, 256> values{};
-  for (size_t code = 0; code < values.size(); ++code) values[code] = decode(static_cast<uint8_t>(code));
-  return values;
-}();
 
 void store(float value, float* out) { *out = value; }
 void store(float value, bf16* out) { *out = kernels::to_bf16(value); }
@@ -45,7 +26,7 @@ void dequantize_to(const Fp8Blocks& blocks, T* out, int64_t row_stride) {
       const int64_t count = std::min(blocks.block_cols, blocks.cols - begin);
       const float scale = scales[block];
       T* to = out + row * row_stride + begin;
-      for (int64_t i = 0; i < count; ++i) store(kValues[codes[begin + i]] * scale, to + i);
+      for (int64_t i = 0; i < count; ++i) store(kernels::kE4m3Values[codes[begin + i]] * scale, to + i);
     }
   }
 }
@@ -64,8 +45,6 @@ bool all_zero(const Fp8Blocks& blocks, int64_t scale_row, int64_t scale_col) {
 }
 
 }  // namespace
-
-float e4m3_to_f32(uint8_t code) { return kValues[code]; }
 
 BadScale find_bad_scale(const Fp8Blocks& blocks) {
   const int64_t scale_rows = blocks.scale_rows();

@@ -1,6 +1,5 @@
-// FP8 weights with block scales: value = e4m3(code) * scale[row / block_rows, column / block_cols].
-// e4m3 is the finite-only form of Micikevicius et al. 2022, arXiv:2209.05433: bias 7, largest value 448, no
-// infinity, 0x7f and 0xff are NaN.
+// FP8 weights with block scales: value = e4m3(code) * scale[row / block_rows, column / block_cols]; e4m3 as
+// kernels/e4m3.h has it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +7,6 @@
 #include "kernels/tensor.h"
 
 namespace slipstream::model {
-
-float e4m3_to_f32(uint8_t code);  // exact
 
 struct Fp8Blocks {
   const uint8_t* codes;  // [rows, cols], dense

@@ -22,6 +22,10 @@ struct Product {
   bool rows_grouped = false, depth_grouped = false;
   bool accumulate = false;
   bool fast_a = false, fast_b = false, fast_c = false;  // rows of whole 16-byte pieces
+  // Of e4m3 factors: of each row of a and 128 k; of 128 rows of b and 128 k.
+  const float* scales_a = nullptr;
+  const float* scales_b = nullptr;
+  int64_t ld_scales_a = 0, ld_scales_b = 0, stride_scales_b = 0;
 };
 
 // What one block works on: its tile's product, with pointers moved there.

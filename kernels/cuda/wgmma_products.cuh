@@ -1,13 +1,15 @@
-// Products of bf16 factors at Hopper's full rate. In each block one thread has the copy engine fill a ring of
-// stages in shared memory, and warpgroups multiply from there (wgmma). An element's chain is the same in
-// every shape of tile: from 0 or c, one step of sixteen k after the other into one f32 sum. Shapes only
-// choose which chains run side by side, so the bits do not depend on M or on the other rows.
+// Products of bf16 factors, and of e4m3 ones with scales, at Hopper's full rate. In each block one thread has
+// the copy engine fill a ring of stages in shared memory, and warpgroups multiply from there (wgmma). An
+// element's chain is the same in every shape of tile: from 0 or c, one step of 32 bytes of k after the other
+// into one f32 sum (of e4m3: into the sum of 128 k, which is scaled and added to another). Shapes only choose
+// which chains run side by side, so the bits do not depend on M or on the other rows.
 //
 // The copy engine wants rows that begin on 16 bytes; products.cuh has the form for others (wgmma_takes()).
 #pragma once
 
 #include <algorithm>
-#include <iterator>
+#include <initializer_list>
+#include <type_traits>
 
 #include "kernels/cuda/driver.h"
 #include "kernels/cuda/hopper.cuh"
@@ -15,21 +17,38 @@
 
 namespace slipstream::kernels {
 
-// Tiles of 64 kWarpgroups x kN; kStages stages of 64 k.
-template <int kWarpgroups_, int kN_, int kStages_>
+// The rows of a stage, as the copy engine writes them and the tensor cores read them.
+constexpr int kRowBytes = 128;
+
+// Tiles of 64 kWarpgroups x kN; kStages stages of 128 bytes of k.
+template <class Factor_, int kWarpgroups_, int kN_, int kStages_>
 struct WgmmaShape {
+  using Factor = Factor_;
+  static constexpr bool kScaled = sizeof(Factor) == 1;  // e4m3
   static constexpr int kWarpgroups = kWarpgroups_, kN = kN_, kStages = kStages_;
-  static constexpr int kM = 64 * kWarpgroups, kDepth = 64;
+  static constexpr int kM = 64 * kWarpgroups, kDepth = kRowBytes / static_cast<int>(sizeof(Factor));
   static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
 };
-// A box of 64 x 64 values, as the copy engine writes it: 64 rows of 128 bytes. Boxes of k along the rows
-// follow each other without a seam.
-constexpr int kBoxBytes = 64 * 64 * 2;
+// A box of 64 rows. Boxes of k along the rows follow each other without a seam.
+constexpr int kBoxBytes = 64 * kRowBytes;
+
+// A block's threads: warpgroups that multiply, then one of which a thread copies factors and, where there are
+// scales, the second warp copies these.
+template <class Shape>
+constexpr int kTileTakers = Shape::kConsumers / kWarp + (Shape::kScaled ? 1 : 0);  // warps
+
+template <class Shape>
+struct StageScales {
+  static constexpr int kParts = Shape::kN < 128 ? 1 : Shape::kN / 128;
+  float a[Shape::kM], b[kParts];  // of each row; of each 128 columns
+};
+struct NoScales {};
 
 template <class Shape>
 struct WgmmaShared {
   unsigned char a[Shape::kStages][Shape::kM / 64 * kBoxBytes];
   unsigned char b[Shape::kStages][Shape::kN / 64 * kBoxBytes];
+  std::conditional_t<Shape::kScaled, StageScales<Shape>, NoScales> scales[Shape::kStages];
   uint64_t full[Shape::kStages];   // the stage's bytes are there
   uint64_t empty[Shape::kStages];  // all warps are done with them
   int tile[2];                     // what is worked on next, from the one thread to all
@@ -39,8 +58,8 @@ struct WgmmaShared {
 struct WgmmaArguments {
   CUtensorMap a, b;
   Product product;
-  int stage_bytes;  // that arrive for each stage
-  int* next_tile;   // counts, from 0, the tiles taken beyond each block's first; null where there are none
+  int box_rows;    // of a copy of A's rows
+  int* next_tile;  // counts, from 0, the tiles taken beyond each block's first; null where there are none
 };
 
 // A place in a ring, and the parity of the barriers' phase in this round.
@@ -89,17 +108,17 @@ class TileFinder {
   int first_ = 0;      // its first tile
 };
 
-// kSides rows of A or columns of B from `side` on, 64 k from `depth` on.
-template <bool kDepthInner, int kSides>
+// `count` > 0 rows of A or columns of B from `side` on, a stage's k from `depth` on. Stored along k a box is
+// `box` of them, else 64.
+template <bool kDepthInner>
 __device__ __forceinline__ void copy_factor(unsigned char* to, const CUtensorMap& map, uint64_t* barrier,
-                                            int64_t side, int64_t depth, int64_t batch) {
-  const int y = static_cast<int>(depth), z = static_cast<int>(batch);
-  if constexpr (kDepthInner) {  // one box that is as high as all sides
-    copy_box(to, map, barrier, y, static_cast<int>(side), z);
+                                            int count, int box, int64_t side, int64_t depth, int64_t batch) {
+  const int x = static_cast<int>(side), y = static_cast<int>(depth), z = static_cast<int>(batch);
+  if constexpr (kDepthInner) {
+    copy_box(to, map, barrier, y, x, z);
+    for (int i = box; i < count; i += box) copy_box(to + i * kRowBytes, map, barrier, y, x + i, z);
   } else {
-#pragma unroll
-    for (int i = 0; i < kSides / 64; ++i)
-      copy_box(to + i * kBoxBytes, map, barrier, static_cast<int>(side) + i * 64, y, z);
+    for (int i = 0; i < count; i += 64) copy_box(to + i * kRowBytes, map, barrier, x + i, y, z);
   }
 }
 
@@ -123,14 +142,70 @@ __device__ void feed(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
                   batch_b = p.depth_grouped ? 0 : tile.batch;
     const int64_t row = tile.m0 + (p.rows_grouped ? tile.row_offset : 0),
                   depth = p.depth_grouped ? tile.row_offset : 0;
+    // Rows of A that do not exist stay what they are: nothing reads their sums.
+    const int rows = kTransposeA ? Shape::kM : static_cast<int>(min(int64_t{Shape::kM}, tile.m - tile.m0));
+    const int copied = kTransposeA ? rows : (rows + args.box_rows - 1) / args.box_rows * args.box_rows;
+    const int bytes = (copied + Shape::kN) * kRowBytes;
     for (int64_t k = 0; k < tile.k; k += Shape::kDepth, stage.advance()) {
       uint64_t* const full = &shared.full[stage.place];
       barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
-      barrier_arrive_expecting(full, args.stage_bytes);
-      copy_factor<!kTransposeA, Shape::kM>(shared.a[stage.place], args.a, full, row, depth + k, batch_a);
-      copy_factor<kTransposeB, Shape::kN>(shared.b[stage.place], args.b, full, tile.n0, depth + k, batch_b);
+      barrier_arrive_expecting(full, bytes);
+      copy_factor<!kTransposeA>(shared.a[stage.place], args.a, full, rows, args.box_rows, row, depth + k,
+                                batch_a);
+      copy_factor<kTransposeB>(shared.b[stage.place], args.b, full, Shape::kN, Shape::kN, tile.n0, depth + k,
+                               batch_b);
     }
   }
+}
+
+// Once a warp.
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
+}
+
+// The next tile; false: there is none. All lanes of a warp call.
+template <class Shape>
+__device__ __forceinline__ bool take_tile(WgmmaShared<Shape>& shared, TileFinder<Shape>& finder,
+                                          Ring<2>& turn, Tile& tile) {
+  barrier_wait(&shared.tile_given[turn.place], turn.parity);
+  const int index = shared.tile[turn.place];
+  __syncwarp();
+  arrive(&shared.tile_taken[turn.place]);
+  turn.advance();
+  return finder.find(index, tile);
+}
+
+// The warp that copies each stage's scales, behind which the stage's barrier waits as well: read by those who
+// multiply they came too late.
+template <class Shape>
+__device__ void feed_scales(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
+  constexpr int kParts = StageScales<Shape>::kParts;
+  const Product& p = args.product;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  TileFinder<Shape> finder(p);
+  Ring<Shape::kStages> stage;
+  Ring<2> turn;
+  for (Tile tile; take_tile(shared, finder, turn, tile);) {
+    // Rows and columns that do not exist take the last one's.
+    const float* from_a[Shape::kM / kWarp];
+#pragma unroll
+    for (int i = 0; i < Shape::kM / kWarp; ++i) {
+      const int64_t row = min(tile.m0 + lane + i * kWarp, tile.m - 1);
+      from_a[i] = p.scales_a + (tile.row_offset + row) * p.ld_scales_a;
+    }
+    const float* const from_b = p.scales_b + tile.batch * p.stride_scales_b +
+                                min(tile.n0 + lane % kParts * 128, p.n - 1) / 128 * p.ld_scales_b;
+    const int blocks = static_cast<int>((p.k + Shape::kDepth - 1) / Shape::kDepth);
+    for (int block = 0; block < blocks; ++block, stage.advance()) {
+      StageScales<Shape>& to = shared.scales[stage.place];
+      barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < Shape::kM / kWarp; ++i) copy_float(&to.a[lane + i * kWarp], from_a[i] + block);
+      if (lane < kParts) copy_float(&to.b[lane], from_b + block);
+      barrier_arrive_after_copies(&shared.full[stage.place]);
+    }
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Where a thread's sums belong: pairs of neighbouring columns, pair j eight columns from pair j - 1; `low` is
@@ -235,60 +310,114 @@ struct StoreSums {
   }
 };
 
+// Into the sums goes the whole of tile.k, stage after stage.
+template <class Shape, bool kTransposeA, bool kTransposeB>
+__device__ __forceinline__ void add_products(float (&sums)[Shape::kN / 2], WgmmaShared<Shape>& shared,
+                                             Ring<Shape::kStages>& stage, const Product& p,
+                                             const Tile& tile) {
+  // Sixteen k in bytes: rows of 128 where rows are k.
+  constexpr int kStepA = kTransposeA ? 16 * kRowBytes : 32, kStepB = kTransposeB ? 32 : 16 * kRowBytes;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
+  wgmma_pin(sums);
+  uint64_t* previous = nullptr;  // barrier of the stage that is still being read
+  int add = p.accumulate ? 1 : 0;
+  int64_t k_left = tile.k;
+  do {
+    unsigned char *const a = shared.a[stage.place], *const b = shared.b[stage.place];
+    barrier_wait(&shared.full[stage.place], stage.parity);
+    if constexpr (kTransposeA && !kTransposeB) {
+      if (p.depth_grouped && k_left < Shape::kDepth) clear_depth<Shape>(a, b, static_cast<int>(k_left));
+    }
+    const uint64_t from_a = factor_descriptor(a + warpgroup * kBoxBytes, kBoxBytes);
+    const uint64_t from_b = factor_descriptor(b, kBoxBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Shape::kDepth / 16; ++i) {
+      wgmma<kTransposeA, kTransposeB>(sums, from_a + (i * kStepA >> 4), from_b + (i * kStepB >> 4),
+                                      i == 0 ? add : 1);
+    }
+    wgmma_commit();
+    // The stage before has been read; this one's products run on while the next is awaited.
+    wgmma_wait<1>();
+    if (previous != nullptr) arrive(previous);
+    previous = &shared.empty[stage.place];
+    add = 1;
+    k_left -= Shape::kDepth;
+    stage.advance();
+  } while (k_left > 0);
+  wgmma_wait<0>();
+  arrive(previous);
+  wgmma_pin(sums);
+}
+
+// The same of e4m3 factors. The tensor cores add up 128 k, with fewer bits than f32 has; then they are scaled
+// and added here. Meanwhile the other warpgroup's products keep the tensor cores busy. A part of 128 columns
+// at a time: the registers hold no more sums than 64 x 256 and one part's.
+template <class Shape>
+__device__ __forceinline__ void add_scaled_products(float (&sums)[Shape::kN / 2], WgmmaShared<Shape>& shared,
+                                                    Ring<Shape::kStages>& stage, const Product& p,
+                                                    const Tile& tile) {
+  constexpr int kPart = Shape::kN < 128 ? Shape::kN : 128, kParts = Shape::kN / kPart;
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
+  const int row =
+      static_cast<int>(threadIdx.x) / kWarp * 16 + static_cast<int>(threadIdx.x) % kWarp / 4;  // and + 8
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  const int blocks = static_cast<int>((p.k + Shape::kDepth - 1) / Shape::kDepth);
+  for (int block = 0; block < blocks; ++block, stage.advance()) {
+    barrier_wait(&shared.full[stage.place], stage.parity);
+    const uint64_t from_a = factor_descriptor(shared.a[stage.place] + warpgroup * kBoxBytes, kBoxBytes);
+    const uint64_t from_b = factor_descriptor(shared.b[stage.place], kBoxBytes);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float products[kPart / 2];
+      wgmma_pin(products);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kRowBytes / 32; ++i) {
+        wgmma_e4m3(products, from_a + i * 2, from_b + (part * kPart * kRowBytes >> 4) + i * 2, i > 0);
+      }
+      wgmma_commit();
+      const StageScales<Shape>& scales = shared.scales[stage.place];
+      const float scale[2] = {scales.a[row] * scales.b[part], scales.a[row + 8] * scales.b[part]};
+      wgmma_wait<0>();
+      wgmma_pin(products);
+      if (part == kParts - 1) arrive(&shared.empty[stage.place]);
+#pragma unroll
+      for (int i = 0; i < kPart / 2; ++i) {
+        float& sum = sums[part * kPart / 2 + i];
+        sum = fmaf(products[i], scale[i / 2 % 2], sum);
+      }
+    }
+  }
+}
+
 // A warpgroup that multiplies: 64 rows of each tile.
 template <class Shape, bool kTransposeA, bool kTransposeB, class Epilogue>
 __device__ __forceinline__ void multiply(WgmmaShared<Shape>& shared, const WgmmaArguments& args, const Epilogue& epilogue) {
   constexpr int kPairs = Shape::kN / 8;
-  // Sixteen k in bytes: rows of 128 where rows are k.
-  constexpr int kStepA = kTransposeA ? 16 * 128 : 32, kStepB = kTransposeB ? 32 : 16 * 128;
   const Product& p = args.product;
-  const int warpgroup = static_cast<int>(threadIdx.x) / 128;
-  const auto arrive = [&](uint64_t* barrier) {  // once a warp
-    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
-  };
   TileFinder<Shape> finder(p);
   Ring<Shape::kStages> stage;
   Ring<2> turn;
-  for (;; turn.advance()) {
-    barrier_wait(&shared.tile_given[turn.place], turn.parity);
-    const int index = shared.tile[turn.place];
-    __syncwarp();
-    arrive(&shared.tile_taken[turn.place]);
-    Tile tile;
-    if (!finder.find(index, tile)) return;
+  for (Tile tile; take_tile(shared, finder, turn, tile);) {
     if (tile.k == 0) continue;  // an expert without rows, whose c keeps its values
+    if constexpr (!kTransposeA) {
+      if (tile.m0 + threadIdx.x / 128 * 64 >= tile.m) {  // no row of this warpgroup's exists: it keeps step
+        for (int64_t k = 0; k < tile.k; k += Shape::kDepth, stage.advance()) {
+          barrier_wait(&shared.full[stage.place], stage.parity);
+          arrive(&shared.empty[stage.place]);
+        }
+        continue;
+      }
+    }
     float sums[kPairs * 4];
-    if (p.accumulate) epilogue.begin(p, tile, sums);
-    wgmma_pin(sums);
-    uint64_t* previous = nullptr;  // barrier of the stage that is still being read
-    int add = p.accumulate ? 1 : 0;
-    int64_t k_left = tile.k;
-    do {
-      unsigned char *const a = shared.a[stage.place], *const b = shared.b[stage.place];
-      barrier_wait(&shared.full[stage.place], stage.parity);
-      if constexpr (kTransposeA && !kTransposeB) {
-        if (p.depth_grouped && k_left < Shape::kDepth) clear_depth<Shape>(a, b, static_cast<int>(k_left));
-      }
-      const uint64_t from_a = factor_descriptor(a + warpgroup * kBoxBytes, kBoxBytes);
-      const uint64_t from_b = factor_descriptor(b, kBoxBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < Shape::kDepth / 16; ++i) {
-        wgmma<kTransposeA, kTransposeB>(sums, from_a + (i * kStepA >> 4), from_b + (i * kStepB >> 4),
-                                        i == 0 ? add : 1);
-      }
-      wgmma_commit();
-      // The stage before has been read; this one's products run on while the next is awaited.
-      wgmma_wait<1>();
-      if (previous != nullptr) arrive(previous);
-      previous = &shared.empty[stage.place];
-      add = 1;
-      k_left -= Shape::kDepth;
-      stage.advance();
-    } while (k_left > 0);
-    wgmma_wait<0>();
-    arrive(previous);
-    wgmma_pin(sums);
+    if constexpr (Shape::kScaled) {
+      add_scaled_products<Shape>(sums, shared, stage, p, tile);
+    } else {
+      if (p.accumulate) epilogue.begin(p, tile, sums);
+      add_products<Shape, kTransposeA, kTransposeB>(sums, shared, stage, p, tile);
+    }
     epilogue.end(p, tile, sums);
   }
 }
@@ -300,12 +429,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   auto& shared = *reinterpret_cast<WgmmaShared<Shape>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
-      barrier_init(&shared.full[i], 1);
+      barrier_init(&shared.full[i], Shape::kScaled ? 1 + kWarp : 1);
       barrier_init(&shared.empty[i], Shape::kConsumers / kWarp);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.tile_given[i], 1);
-      barrier_init(&shared.tile_taken[i], Shape::kConsumers / kWarp);
+      barrier_init(&shared.tile_taken[i], kTileTakers<Shape>);
     }
     barrier_init_done();
   }
@@ -317,26 +446,31 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     if constexpr (Shape::kWarpgroups == 2) give_registers<40>();
     if (threadIdx.x == Shape::kConsumers) feed<Shape, kTransposeA, kTransposeB>(shared, args);
+    if constexpr (Shape::kScaled) {
+      if (threadIdx.x / kWarp == Shape::kConsumers / kWarp + 1) feed_scales(shared, args);
+    }
   }
 }
 
 // --- Launches -------------------------------------------------------------------------------
 
-// `batch` stored bf16 matrices as the copy engine sees them: boxes of 64 columns and `box_rows` rows of
-// `box_batch` matrices.
-inline CUtensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t batch, int64_t ld,
-                              int64_t stride, int64_t box_rows, int64_t box_batch = 1) {
+// `batch` stored matrices as the copy engine sees them: boxes of 128 bytes of columns and `box_rows` rows of `box_batch`
+// matrices.
+template <class Factor>
+CUtensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t batch, int64_t ld, int64_t stride,
+                       int64_t box_rows, int64_t box_batch = 1) {
+  constexpr int64_t kSize = sizeof(Factor);
   static auto* const encode = cuda::driver<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const auto u64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   const cuuint64_t sizes[3] = {u64(columns), u64(rows), u64(batch)};
-  const cuuint64_t strides[2] = {u64(ld * 2), u64((batch == 1 ? rows * ld : stride) * 2)};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_batch)};
+  const cuuint64_t strides[2] = {u64(ld * kSize), u64((batch == 1 ? rows * ld : stride) * kSize)};
+  const cuuint32_t box[3] = {kRowBytes / kSize, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_batch)};
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      &map, kSize == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
+      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   CHECK_EQ(static_cast<int>(result), 0);
   return map;
 }
@@ -352,20 +486,25 @@ template <class Shape, bool kTransposeA, bool kTransposeB, class Epilogue>
 void launch_wgmma_product(const Product& p, const Epilogue& epilogue, Stream& stream) {
   const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 1 : p.batch,
                 batch_b = p.depth_grouped ? 1 : p.batch;
-  // Of few rows no more are copied than there are, in eights; the tile's others are whatever is there, and
-  // stay unused.
-  const int64_t rows_a = std::min<int64_t>(Shape::kM, divide_up(p.m, 8) * 8);
+  // Of few rows no more are copied than there are, in eights: of a product at once, of an expert in boxes for
+  // about as many as experts have.
+  const int64_t rows = divide_up(p.m, p.batch);
+  const int64_t box_rows = !p.rows_grouped ? std::min<int64_t>(Shape::kM, divide_up(p.m, 8) * 8)
+                           : rows > 32     ? 64
+                           : rows > 16     ? 32
+                           : rows > 8      ? 16
+                                           : 8;
   const ArenaScope scope(stream.workspace());
   const int64_t tiles =
       row_tiles(p, Shape::kM) * (p.rows_grouped ? 1 : p.batch) * divide_up(p.n, Shape::kN);  // at most
   const int64_t blocks = std::min(tiles, multiprocessors());
   const WgmmaArguments args{
-      .a = kTransposeA ? tensor_map(p.a, p.m, p.k, batch_a, p.lda, p.stride_a, 64)
-                       : tensor_map(p.a, p.k, p.m, batch_a, p.lda, p.stride_a, rows_a),
-      .b = kTransposeB ? tensor_map(p.b, p.k, p.n, batch_b, p.ldb, p.stride_b, Shape::kN)
-                       : tensor_map(p.b, p.n, p.k, batch_b, p.ldb, p.stride_b, 64),
+      .a = kTransposeA ? tensor_map<typename Shape::Factor>(p.a, p.m, p.k, batch_a, p.lda, p.stride_a, 64)
+                       : tensor_map<typename Shape::Factor>(p.a, p.k, p.m, batch_a, p.lda, p.stride_a, box_rows),
+      .b = kTransposeB ? tensor_map<typename Shape::Factor>(p.b, p.k, p.n, batch_b, p.ldb, p.stride_b, Shape::kN)
+                       : tensor_map<typename Shape::Factor>(p.b, p.n, p.k, batch_b, p.ldb, p.stride_b, 64),
       .product = p,
-      .stage_bytes = static_cast<int>((kTransposeA ? Shape::kM : rows_a) + Shape::kN) * Shape::kDepth * 2,
+      .box_rows = static_cast<int>(box_rows),
       .next_tile = tiles > blocks ? stream.workspace().zeros(DType::kI32, {1}, stream).i32() : nullptr};
   const auto kernel = wgmma_product<Shape, kTransposeA, kTransposeB, Epilogue>;
   constexpr int kBytes = sizeof(WgmmaShared<Shape>);
@@ -387,29 +526,35 @@ inline bool wgmma_takes(const Product& p, bool transpose_a, bool transpose_b) {
   return p.fast_a && p.fast_b && p.k > 0 && used;
 }
 
-template <class C>
-void wgmma_product_as(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
-  // The shape whose rounds over all multiprocessors take least. `time` of a tile: relative, from 1 to 16384
-  // rows x 6144 x 6144 on an H200; below 128 x 128 it is that of the steps of k one after the other.
-  struct Choice {
-    int64_t rows, columns, time;
-    void (*launch)(const Product&, bool, bool, Stream&);
-  };
-  constexpr Choice kChoices[] = {{128, 256, 256, launch_wgmma_shape<WgmmaShape<2, 256, 4>, C>},
-                                 {128, 192, 200, launch_wgmma_shape<WgmmaShape<2, 192, 5>, C>},
-                                 {128, 128, 150, launch_wgmma_shape<WgmmaShape<2, 128, 6>, C>},
-                                 {64, 128, 115, launch_wgmma_shape<WgmmaShape<1, 128, 8>, C>},
-                                 {64, 64, 104, launch_wgmma_shape<WgmmaShape<1, 64, 12>, C>}};
+// A shape of tiles and its launch. `time` of a tile: relative, as measured on an H200.
+struct WgmmaChoice {
+  int64_t rows, columns, time;
+  void (*launch)(const Product&, bool transpose_a, bool transpose_b, Stream&);
+};
+// The shape whose rounds over all multiprocessors take least.
+inline void launch_best(const Product& p, std::initializer_list<WgmmaChoice> choices, bool transpose_a,
+                        bool transpose_b, Stream& stream) {
   const int64_t rows = p.rows_grouped ? divide_up(p.m, p.batch) : p.m;  // an expert's, on average
   const int64_t blocks = multiprocessors();
-  const auto time = [&](const Choice& choice) {
+  const auto time = [&](const WgmmaChoice& choice) {
     const int64_t tiles = divide_up(rows, choice.rows) * divide_up(p.n, choice.columns) * p.batch;
     return divide_up(tiles, blocks) * choice.time;
   };
-  const Choice* const best =
-      std::min_element(std::begin(kChoices), std::end(kChoices),
-                       [&](const Choice& x, const Choice& y) { return time(x) < time(y); });
-  best->launch(p, transpose_a, transpose_b, stream);
+  std::min_element(choices.begin(), choices.end(), [&](const WgmmaChoice& x, const WgmmaChoice& y) {
+    return time(x) < time(y);
+  })->launch(p, transpose_a, transpose_b, stream);
+}
+
+template <class C>
+void wgmma_product_as(const Product& p, bool transpose_a, bool transpose_b, Stream& stream) {
+  // From 1 to 16384 rows x 6144 x 6144; below 128 x 128 it is the time of the steps of k one after the other.
+  launch_best(p,
+              {{128, 256, 256, launch_wgmma_shape<WgmmaShape<bf16, 2, 256, 4>, C>},
+               {128, 192, 200, launch_wgmma_shape<WgmmaShape<bf16, 2, 192, 5>, C>},
+               {128, 128, 150, launch_wgmma_shape<WgmmaShape<bf16, 2, 128, 6>, C>},
+               {64, 128, 115, launch_wgmma_shape<WgmmaShape<bf16, 1, 128, 8>, C>},
+               {64, 64, 104, launch_wgmma_shape<WgmmaShape<bf16, 1, 64, 12>, C>}},
+              transpose_a, transpose_b, stream);
 }
 
 }  // namespace slipstream::kernels

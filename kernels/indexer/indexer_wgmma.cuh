@@ -302,9 +302,9 @@ void launch_select_scores(const IndexerSelect& args, const SelectRound& round, S
   using Shape = ScoreShape<kQueries>;
   const Tensor &q = args.q, &keys = args.keys.pool;
   CHECK(aligned_16(q) && aligned_16(keys));
-  const ScoreArguments arguments{.q = tensor_map(q.raw(), kWgmmaWidth, kWgmmaHeads, q.size(0), q.stride(1),
+  const ScoreArguments arguments{.q = tensor_map<bf16>(q.raw(), kWgmmaWidth, kWgmmaHeads, q.size(0), q.stride(1),
                                                  q.stride(0), kWgmmaHeads, kQueries),
-                                 .keys = tensor_map(keys.raw(), kWgmmaWidth, kPageRows, keys.size(0),
+                                 .keys = tensor_map<bf16>(keys.raw(), kWgmmaWidth, kPageRows, keys.size(0),
                                                     keys.stride(1), keys.stride(0), kPageRows),
                                  .view = view_of<bf16, bf16>(args),
                                  .round = round};

@@ -121,7 +121,7 @@ __global__ void logprob_backward(Rows<const float> logits, GradientInputs in, Ro
 
 // --- The head's product and what follows it ---------------------------------------------------------------------------
 
-using HeadShape = WgmmaShape<2, 256, 4>;
+using HeadShape = WgmmaShape<bf16, 2, 256, 4>;
 static_assert(HeadShape::kN == 4 * kSoftmaxColumns);  // a thread of each four stores one block's part
 
 // A thread's rows of a tile of logits and where the row's target lies in its sums, if this thread has it.
