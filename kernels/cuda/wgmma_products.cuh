@@ -454,17 +454,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 // --- Launches -------------------------------------------------------------------------------
 
-// `batch` stored matrices as the copy engine sees them: boxes of 128 bytes of columns and `box_rows` rows of `box_batch`
-// matrices.
+// `batch` stored matrices as the copy engine sees them: boxes of 128 bytes of columns and `box_rows` rows.
 template <class Factor>
 CUtensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t batch, int64_t ld, int64_t stride,
-                       int64_t box_rows, int64_t box_batch = 1) {
+                       int64_t box_rows) {
   constexpr int64_t kSize = sizeof(Factor);
   static auto* const encode = cuda::driver<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const auto u64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   const cuuint64_t sizes[3] = {u64(columns), u64(rows), u64(batch)};
   const cuuint64_t strides[2] = {u64(ld * kSize), u64((batch == 1 ? rows * ld : stride) * kSize)};
-  const cuuint32_t box[3] = {kRowBytes / kSize, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_batch)};
+  const cuuint32_t box[3] = {kRowBytes / kSize, static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result = encode(

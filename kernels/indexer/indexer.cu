@@ -19,8 +19,10 @@ void for_dtypes(const Args& args, F&& f) {
 constexpr int kPieceQueries = 8;
 // The most that a round's ranks take: more pieces a round fill the device no better.
 constexpr int64_t kRoundBytes = int64_t{1} << 28;
-// Longer rows are selected by larger blocks.
-constexpr int64_t kShortColumns = 16384;
+// Blocks a multiprocessor that select.
+constexpr int64_t kSelectBlocks = 3;
+// A sample pays for itself in longer rows.
+constexpr int64_t kSampledColumns = 16384;
 
 unsigned blocks(int64_t n, int64_t size) { return static_cast<unsigned>(divide_up(n, size)); }
 
@@ -39,25 +41,27 @@ void score_round(const IndexerSelect& args, const SelectRound& round, Stream& st
 }
 
 // The map of bits of a row of that many columns.
-int64_t map_words(int64_t columns) { return divide_up(columns, 32); }
-template <class Shape>
+int64_t map_words(int64_t columns) { return divide_up(columns, kUnit) * (kUnit / 32); }
 bool map_is_shared(int64_t columns) {
-  return static_cast<int64_t>(sizeof(SelectShared<Shape>)) + map_words(columns) * 4 <= kSharedMax;
+  return static_cast<int64_t>(sizeof(SelectShared)) + map_words(columns) * 4 <= kSharedMax;
 }
 
-template <class Shape>
 void select_round(const IndexerSelect& args, const SelectRound& round, Stream& stream) {
   const ArenaScope scope(stream.workspace());
   const int64_t rows = int64_t{round.piece_count} * round.queries, words = map_words(round.columns);
-  const bool shared = map_is_shared<Shape>(round.columns);
+  const bool shared = map_is_shared(round.columns);
   uint32_t* const maps =
       shared ? nullptr
              : reinterpret_cast<uint32_t*>(stream.workspace().alloc(DType::kI32, {rows * words}).i32());
-  const int bytes = static_cast<int>(sizeof(SelectShared<Shape>) + (shared ? words * 4 : 0));
-  allow_shared(select_rows<Shape>, bytes);
-  select_rows<Shape><<<static_cast<unsigned>(rows), Shape::kThreads, bytes, cuda_stream(stream)>>>(
-      round, static_cast<int>(args.pool), args.tail, rows_of<int32_t>(args.indices),
-      static_cast<int>(args.indices.size(1)), args.counts.i32(), static_cast<int>(words), maps);
+  const int bytes = static_cast<int>(sizeof(SelectShared) + (shared ? words * 4 : 0));
+  const auto run = [&]<class Shape>(Shape) {
+    allow_shared(select_rows<Shape>, bytes);
+    select_rows<Shape><<<static_cast<unsigned>(rows), Shape::kThreads, bytes, cuda_stream(stream)>>>(
+        round, static_cast<int>(args.pool), args.tail, rows_of<int32_t>(args.indices),
+        static_cast<int>(args.indices.size(1)), args.counts.i32(), static_cast<int>(words), maps);
+  };
+  if (round.columns <= kSampledColumns) return run(SelectShape<512, false>());
+  rows <= multiprocessors() ? run(SelectShape<1024, true>()) : run(SelectShape<512, true>());
 }
 
 template <class X, class K>
@@ -117,15 +121,25 @@ void launch_cuda<IndexerSelect>(const IndexerSelect& args, Stream& stream) {
   plan_pieces<<<1, kPlanThreads, 0, cuda_stream(stream)>>>(
       on_device(args.sequences), round.queries, static_cast<int>(places), static_cast<int>(args.pool),
       round.topk_rows, pieces, page_begin);
-  using Long = SelectShape<1024>;
-  using Short = SelectShape<512>;
-  const bool scored = round.columns > round.topk_rows, is_long = round.columns > kShortColumns;
+  const bool scored = round.columns > round.topk_rows;
   const int64_t row_bytes =
-      round.columns * 4 + (is_long && !map_is_shared<Long>(round.columns) ? map_words(round.columns) * 4 : 0);
+      round.columns * 4 + (map_is_shared(round.columns) ? 0 : map_words(round.columns) * 4);
   const int64_t piece_bytes = std::max<int64_t>(round.queries * row_bytes, 1);
   const int64_t room = std::min(kRoundBytes, workspace.capacity() - workspace.used() - 1024);
-  const int64_t pieces_a_round = scored ? std::min(places, room / piece_bytes) : places;
+  int64_t pieces_a_round = scored ? std::min(places, room / piece_bytes) : places;
   CHECK_GE(pieces_a_round, 1);  // the workspace holds the ranks of one piece
+  // Rounds of about the same size, and as many as leave the fewest waves of rows to select.
+  const int64_t resident = kSelectBlocks * multiprocessors();
+  const auto pieces_in = [&](int64_t rounds) { return divide_up(places, rounds); };
+  const auto waves = [&](int64_t rounds) {
+    return rounds * divide_up(pieces_in(rounds) * round.queries, resident);
+  };
+  const int64_t least = divide_up(places, pieces_a_round);
+  int64_t rounds = least;
+  for (int64_t more = least + 1; least > 1 && more <= 2 * least; ++more) {
+    if (waves(more) < waves(rounds)) rounds = more;
+  }
+  pieces_a_round = pieces_in(rounds);
   if (scored) {
     round.ranks = reinterpret_cast<uint32_t*>(
         workspace.alloc(DType::kI32, {pieces_a_round * round.queries * round.columns}).i32());
@@ -135,7 +149,7 @@ void launch_cuda<IndexerSelect>(const IndexerSelect& args, Stream& stream) {
     round.page_begin = page_begin + first;
     round.piece_count = static_cast<int>(std::min(pieces_a_round, places - first));
     if (scored) score_round(args, round, stream);
-    is_long ? select_round<Long>(args, round, stream) : select_round<Short>(args, round, stream);
+    select_round(args, round, stream);
   }
   check_launch("indexer_select");
 }

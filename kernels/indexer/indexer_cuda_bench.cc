@@ -1,6 +1,7 @@
-// indexer_cuda_bench: GLM-5's indexer (32 heads x 128 channels, top-2048) in bf16. IndexerSelect is scoring and
-// selection together, whose floor is the products at 790 TFLOP/s or the keys at 4.3 TB/s; the goals of both
-// are in TFLOP/s of products here. Given rows: 2048 of each query, as the indexer's own loss scores them.
+// GLM-5's indexer (32 heads x 128 channels, top-2048) in bf16. IndexerSelect is scoring
+// and selection together; their floor is the products at 790 TFLOP/s, or the keys read once at 4.3 TB/s.
+// Given rows: 2048 of each query, as the indexer's own loss scores them; their bytes are the gathered keys,
+// mostly of the L2.
 #include <cmath>
 #include <cstdio>
 #include <numeric>
@@ -21,10 +22,11 @@ constexpr double kFlopsOfPeak = 790e12, kBytesOfPeak = 4.3e12;
 
 // `count` sequences of `cached` + `fresh` tokens.
 struct World {
-  World(CudaBench& bench, int64_t count, int64_t cached, int64_t fresh, int64_t pool, DType dtype) {
+  World(CudaBench& bench, int64_t count, int64_t cached, int64_t fresh, int64_t pool = 1) {
     const int64_t rows = count * fresh, pages = ((cached + fresh) / pool + kPageRows - 1) / kPageRows;
     begins.resize(static_cast<size_t>(count) + 1);
-    for (size_t b = 0; b < begins.size(); ++b) begins[b] = static_cast<int32_t>(static_cast<int64_t>(b) * fresh);
+    for (size_t b = 0; b < begins.size(); ++b)
+      begins[b] = static_cast<int32_t>(static_cast<int64_t>(b) * fresh);
     caches.assign(static_cast<size_t>(count), static_cast<int32_t>(cached));
     // Pages of a sequence lie anywhere.
     table.resize(static_cast<size_t>(count * pages));
@@ -40,9 +42,9 @@ struct World {
                  .cached = bench.upload(caches.data(), DType::kI32, {count}),
                  .host_row_begin = on_host(begins),
                  .host_cached = on_host(caches)};
-    q = bench.random(dtype, {rows, kHeads, kWidth});
+    q = bench.random(DType::kBf16, {rows, kHeads, kWidth});
     weights = bench.random(DType::kF32, {rows, kHeads});
-    keys = {.pool = bench.random(dtype, {count * pages, kPageRows, kWidth}),
+    keys = {.pool = bench.random(DType::kBf16, {count * pages, kPageRows, kWidth}),
             .page_table = bench.upload(table.data(), DType::kI32, {count, pages})};
   }
   std::vector<int32_t> begins, caches, table;
@@ -53,17 +55,19 @@ struct World {
 
 const float kScale = 1.0f / std::sqrt(static_cast<float>(kHeads * kWidth));
 
-void print(const char* name, int64_t count, int64_t fresh, int64_t keys, double ms, double flops, double bytes) {
+void print(const char* name, int64_t count, int64_t fresh, int64_t keys, double ms, double flops,
+           double bytes) {
   const double floor = std::max(flops / kFlopsOfPeak, bytes / kBytesOfPeak) * 1e3;
-  std::printf("%-22s %3lld x %5lld queries, %6lld keys  %8.4f ms %6.0f TFLOP/s %6.0f GB/s  %.2f x floor\n", name,
-              static_cast<long long>(count), static_cast<long long>(fresh), static_cast<long long>(keys), ms,
-              flops / ms * 1e-9, bytes / ms * 1e-6, ms / floor);
+  std::printf("%-22s %3lld x %5lld queries, %6lld keys  %8.4f ms %6.0f TFLOP/s %6.0f GB/s  %.2f x floor\n",
+              name, static_cast<long long>(count), static_cast<long long>(fresh),
+              static_cast<long long>(keys), ms, flops / ms * 1e-9, bytes / ms * 1e-6, ms / floor);
 }
 
-void select(CudaBench& bench, const char* name, int64_t count, int64_t longest, int64_t fresh, int64_t pool = 1) {
+void select(CudaBench& bench, const char* name, int64_t count, int64_t longest, int64_t fresh,
+            int64_t pool = 1) {
   const ArenaScope scope(bench.arena());
   const int64_t cached = longest - fresh, rows = count * fresh;
-  const World world(bench, count, cached, fresh, pool, DType::kBf16);
+  const World world(bench, count, cached, fresh, pool);
   const IndexerSelect args{.q = world.q,
                            .weights = world.weights,
                            .keys = world.keys,
@@ -83,13 +87,14 @@ void select(CudaBench& bench, const char* name, int64_t count, int64_t longest, 
 
 void given(CudaBench& bench, int64_t tokens, bool backward) {
   const ArenaScope scope(bench.arena());
-  const World world(bench, 1, 0, tokens, 1, DType::kBf16);
+  const World world(bench, 1, 0, tokens);
   std::vector<int32_t> rows(static_cast<size_t>(tokens * kTopk), -1);
   double pairs = 0;
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t asked = std::min(t + 1, kTopk);
     pairs += static_cast<double>(asked);
-    for (int64_t i = 0; i < asked; ++i) rows[static_cast<size_t>(t * kTopk + i)] = static_cast<int32_t>(i * (t + 1) / asked);
+    for (int64_t i = 0; i < asked; ++i)
+      rows[static_cast<size_t>(t * kTopk + i)] = static_cast<int32_t>(i * (t + 1) / asked);
   }
   const Tensor asked = bench.upload(rows.data(), DType::kI32, {tokens, kTopk});
   const double flops = 2.0 * static_cast<double>(kHeads * kWidth) * pairs, bytes = pairs * kWidth * 2;
@@ -101,7 +106,8 @@ void given(CudaBench& bench, int64_t tokens, bool backward) {
                              .key_scale = kScale,
                              .rows = asked,
                              .scores = bench.arena().alloc(DType::kF32, {tokens, kTopk})};
-    print("given rows", 1, tokens, tokens, bench.milliseconds([&](int) { launch(args, bench.stream()); }), flops, bytes);
+    print("given rows", 1, tokens, tokens, bench.milliseconds([&](int) { launch(args, bench.stream()); }),
+          flops, bytes);
     return;
   }
   const IndexerScoresBackward args{.q = world.q,
@@ -114,8 +120,8 @@ void given(CudaBench& bench, int64_t tokens, bool backward) {
                                    .dq = bench.arena().alloc(DType::kBf16, {tokens, kHeads, kWidth}),
                                    .dweights = bench.arena().alloc(DType::kF32, {tokens, kHeads}),
                                    .dkeys = bench.arena().alloc(DType::kBf16, {tokens, kWidth})};
-  print("given rows, backward", 1, tokens, tokens, bench.milliseconds([&](int) { launch(args, bench.stream()); }, 1),
-        3.0 * flops, bytes);
+  print("given rows, backward", 1, tokens, tokens,
+        bench.milliseconds([&](int) { launch(args, bench.stream()); }, 1), 3.0 * flops, bytes);
 }
 
 CUDA_BENCH(indexer) {

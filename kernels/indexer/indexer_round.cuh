@@ -29,17 +29,16 @@ struct SelectRound {
 
 // Larger for what comes earlier in the order of scores: 0 for NaN, and one value for both zeros.
 __device__ inline uint32_t rank_of(float score) {
-  if (score != score) return 0;
-  const uint32_t bits = __float_as_uint(score == 0.0f ? 0.0f : score);
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+  const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 + 0 = 0
+  const uint32_t negative = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
+  return score == score ? bits ^ (negative | 0x80000000u) : 0;
 }
 
 // Sums of `value` over the threads before this one, and over all. Two barriers.
 struct Scan {
   int before, total;
 };
-template <int kThreads>
-__device__ Scan block_scan(int value, int (&warps)[kThreads / kWarp]) {
+__device__ inline Scan block_scan(int value, int (&warps)[kWarp]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int sum = value;
   for (int step = 1; step < kWarp; step *= 2) {
@@ -48,11 +47,9 @@ __device__ Scan block_scan(int value, int (&warps)[kThreads / kWarp]) {
   }
   if (lane == kWarp - 1) warps[warp] = sum;
   __syncthreads();
-  int before = 0, total = 0;
-  for (int w = 0; w < kThreads / kWarp; ++w) {
-    if (w == warp) before = total;
-    total += warps[w];
-  }
+  const int of_lane = lane < static_cast<int>(blockDim.x) / kWarp ? warps[lane] : 0;
+  const int before = __reduce_add_sync(~0u, lane < warp ? of_lane : 0),
+            total = __reduce_add_sync(~0u, of_lane);
   __syncthreads();
   return {before + sum - value, total};
 }
@@ -63,7 +60,7 @@ constexpr int kPlanThreads = 1024;
 static __global__ void __launch_bounds__(kPlanThreads)
     plan_pieces(const DeviceSequences batch, int queries, int places, int pool, int topk_rows,
                 QueryPiece* pieces, int* page_begin) {
-  __shared__ int warps[kPlanThreads / kWarp];
+  __shared__ int warps[kWarp];
   const auto place_of = [&](int b) { return batch.row_begin[b] / queries + b; };
   int pages_before = 0;
   for (int base = 0; base < places; base += kPlanThreads) {
@@ -86,7 +83,7 @@ static __global__ void __launch_bounds__(kPlanThreads)
       }
       pieces[place] = piece;
     }
-    const Scan scan = block_scan<kPlanThreads>(pages, warps);
+    const Scan scan = block_scan(pages, warps);
     if (place < places) page_begin[place] = pages_before + scan.before;
     pages_before += scan.total;
   }

@@ -1,9 +1,10 @@
 // I(t, s) on tensor cores: bf16 queries and keys of 32 heads x 128 channels, which published models have.
-// Products are of 64 keys (rows of A) with the heads of one or eight queries (columns of B), so that a thread
-// holds eight heads of a key and query, and the sum over heads stays in its quad. The order of a score's sums
-// is the same in all kernels here: sixteen channels after the other in the tensor cores; a thread's heads
-// 8 j + 2 (t % 4) and the next, ascending in j; then the quad's neighbours, then its halves. key_scale, being
-// positive, has moved from the products into the weights.
+// Products are of 64 keys (rows of A) with the heads of one or eight queries (columns of B). The order of a
+// score's sums is the same in all kernels here: sixteen channels after the other in the tensor cores; four
+// chains, chain c of heads 8 j + 2 c and the next, ascending in j; then (0 + 1) + (2 + 3). Of one query, each
+// thread of a quad holds a chain of a key. Of eight, columns are in such an order that a thread holds all
+// heads of a key and query, and exchanges nothing. key_scale, being positive, has moved from the products
+// into the weights.
 #pragma once
 
 #include "kernels/cuda/wgmma_products.cuh"
@@ -11,7 +12,7 @@
 
 namespace slipstream::kernels {
 
-constexpr int kWgmmaHeads = 32, kWgmmaWidth = 128, kThreadHeads = kWgmmaHeads / 4;
+constexpr int kWgmmaHeads = 32, kWgmmaWidth = 128, kChainHeads = kWgmmaHeads / 4;
 constexpr int kWarpgroup = 128;
 
 template <class Args>
@@ -28,38 +29,25 @@ struct KeyTile {
 };
 template <int kQueries>
 struct QueryTile {
-  unsigned char halves[2][kQueries * kWgmmaHeads * 128];
-};
-
-// Of a thread's heads. Queries beyond `count` have zeros.
-template <int kQueries>
-struct HeadWeights {
-  float of[kQueries][kThreadHeads];
-
-  __device__ void load(const WgmmaView& view, int first, int count) {
-#pragma unroll
-    for (int q = 0; q < kQueries; ++q) {
-#pragma unroll
-      for (int h = 0; h < kThreadHeads; ++h) {
-        const int head = h / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + h % 2;
-        of[q][h] = q < count ? view.weights[first + q][head] * view.key_scale : 0.0f;
-      }
-    }
-  }
+  // Columns in blocks of four queries: 8 j + 2 q + e is head 2 j + e of query q. Of one query they are its
+  // heads.
+  static constexpr int kBlock = kQueries == 1 ? 1 : 4, kBlocks = kQueries / kBlock;
+  unsigned char halves[2][kBlocks][kBlock * kWgmmaHeads * 128];
 };
 
 template <int kQueries>
-using HeadProducts = float[kQueries * kThreadHeads * 2];
+using HeadProducts = float[kQueries * kWgmmaHeads / 2];
 
 // Steps [kFirst, kLast) of sixteen channels. The caller fences, commits and waits.
 template <int kFirst, int kLast, int kQueries>
-__device__ __forceinline__ void multiply_heads(HeadProducts<kQueries>& products, const KeyTile& keys,
-                                               const QueryTile<kQueries>& queries) {
+__device__ __forceinline__ void multiply_heads(HeadProducts<kQueries>& products, uint64_t keys,
+                                               uint64_t queries) {
+  constexpr int kKeyHalf = kBoxBytes, kQueryHalf = sizeof(QueryTile<kQueries>) / 2;
 #pragma unroll
   for (int step = kFirst; step < kLast; ++step) {
     const int half = step / 4, offset = step % 4 * 32;
-    wgmma<false, true>(products, factor_descriptor(keys.halves[half], 0) + (offset >> 4),
-                       factor_descriptor(queries.halves[half], 0) + (offset >> 4), step == 0 ? 0 : 1);
+    wgmma<false, true>(products, keys + ((half * kKeyHalf + offset) >> 4),
+                       queries + ((half * kQueryHalf + offset) >> 4), step == 0 ? 0 : 1);
   }
 }
 
@@ -70,48 +58,78 @@ __device__ __forceinline__ float relu_nan(float x) {
   return y;
 }
 
-// What a thread gets: scores of key row `score_row()` of its warpgroup's 64, for queries `first` and on.
+// What a thread of a warpgroup has of the scores of 64 keys by kQueries queries.
 template <int kQueries>
-struct HeadSums {
-  static constexpr int kCount = kQueries == 1 ? 1 : kQueries / 2;
-  float scores[kCount];
-  int first;    // query
-  bool unique;  // false: another lane has the same
+struct HeadSums;
 
-  __device__ HeadSums(const HeadProducts<kQueries>& products, const HeadWeights<kQueries>& weights) {
-    const bool odd = threadIdx.x % 2 == 1, upper = threadIdx.x % 4 >= 2;
-    float sums[kQueries];
+template <>
+struct HeadSums<1> {
+  float weights[kChainHeads];
+
+  // Of the score. Lanes of a quad have two keys, and two of them report.
+  __device__ static int key() {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    return thread / kWarp * 16 + thread % kWarp / 4 + thread % 2 * 8;
+  }
+  __device__ static bool reports() { return threadIdx.x % 4 < 2; }
+
+  __device__ void load_weights(const WgmmaView& view, int t, int) {
 #pragma unroll
-    for (int q = 0; q < kQueries; ++q) {
-      float rows[2] = {};  // this row and the one eight below
-#pragma unroll
-      for (int h = 0; h < kThreadHeads; ++h) {
-#pragma unroll
-        for (int low = 0; low < 2; ++low) {
-          const float product = products[q * 2 * kThreadHeads + h / 2 * 4 + low * 2 + h % 2];
-          rows[low] = fmaf(weights.of[q][h], relu_nan(product), rows[low]);
-        }
-      }
-      // Even lanes go on with this row, odd ones with the lower.
-      sums[q] = (odd ? rows[1] : rows[0]) + __shfl_xor_sync(~0u, odd ? rows[0] : rows[1], 1);
-    }
-    if constexpr (kQueries == 1) {
-      scores[0] = sums[0] + __shfl_xor_sync(~0u, sums[0], 2);
-      first = 0, unique = !upper;
-    } else {
-#pragma unroll
-      for (int q = 0; q < kCount; ++q) {  // the lower lanes with the first half of the queries
-        const float give = upper ? sums[q] : sums[q + kCount];
-        scores[q] = (upper ? sums[q + kCount] : sums[q]) + __shfl_xor_sync(~0u, give, 2);
-      }
-      first = upper ? kCount : 0, unique = true;
+    for (int h = 0; h < kChainHeads; ++h) {
+      const int head = h / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + h % 2;
+      weights[h] = view.weights[t][head] * view.key_scale;
     }
   }
+  __device__ float score(const HeadProducts<1>& products) const {
+    float chains[2] = {};  // of this row and of the one eight below
+#pragma unroll
+    for (int h = 0; h < kChainHeads; ++h) {
+#pragma unroll
+      for (int low = 0; low < 2; ++low)
+        chains[low] = fmaf(weights[h], relu_nan(products[h / 2 * 4 + low * 2 + h % 2]), chains[low]);
+    }
+    // Even lanes go on with this row, odd ones with the lower.
+    const bool odd = threadIdx.x % 2 == 1;
+    const float sum = (odd ? chains[1] : chains[0]) + __shfl_xor_sync(~0u, odd ? chains[0] : chains[1], 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
 };
-__device__ __forceinline__ int score_row() {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  return thread / kWarp * 16 + thread % kWarp / 4 + thread % 2 * 8;
-}
+
+template <>
+struct HeadSums<8> {
+  float weights[2][kWgmmaHeads];
+
+  // The first of the thread's keys, the other being eight below, and of its queries, the other being four on.
+  __device__ static int key() {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    return thread / kWarp * 16 + thread % kWarp / 4;
+  }
+  __device__ static int query() { return static_cast<int>(threadIdx.x) % 4; }
+
+  // Queries beyond `count` have any.
+  __device__ void load_weights(const WgmmaView& view, int first, int count) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* const from = view.weights[first + min(query() + 4 * i, count - 1)];
+#pragma unroll
+      for (int head = 0; head < kWgmmaHeads; ++head) weights[i][head] = from[head] * view.key_scale;
+    }
+  }
+  // Of query query() + 4 i and key row key() + 8 low.
+  __device__ float score(const HeadProducts<8>& products, int i, int low) const {
+    float chains[4] = {};
+#pragma unroll
+    for (int h = 0; h < kChainHeads; ++h) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int head = h / 2 * 8 + c * 2 + h % 2;
+        const float product = products[i * 64 + head / 2 * 4 + low * 2 + h % 2];
+        chains[c] = fmaf(weights[i][head], relu_nan(product), chains[c]);
+      }
+    }
+    return (chains[0] + chains[1]) + (chains[2] + chains[3]);
+  }
+};
 
 // --- Ranks of a round ---
 
@@ -158,6 +176,7 @@ struct PageRange {
 // A warp. Page ids are read 32 at a time, before they are needed.
 template <class Shape>
 __device__ void feed_scores(ScoreShared<Shape>& shared, const ScoreArguments& args, const PageRange& range) {
+  using Queries = QueryTile<Shape::kQueries>;
   const SelectRound& round = args.round;
   const int lane = static_cast<int>(threadIdx.x) % kWarp, origin = round.page_begin[0];
   Ring<Shape::kStages> stage;
@@ -171,9 +190,12 @@ __device__ void feed_scores(ScoreShared<Shape>& shared, const ScoreArguments& ar
     if (lane == 0) {
       barrier_wait(&shared.queries_empty[turn.place], turn.parity ^ 1);  // passes in the first round
       uint64_t* const full = &shared.queries_full[turn.place];
-      barrier_arrive_expecting(full, sizeof(QueryTile<Shape::kQueries>));
-      for (int half = 0; half < 2; ++half)
-        copy_box(shared.queries[turn.place].halves[half], args.q, full, half * 64, 0, piece.first);
+      barrier_arrive_expecting(full, sizeof(Queries));
+      for (int half = 0; half < 2; ++half) {
+        for (int block = 0; block < Queries::kBlocks; ++block)
+          copy_box(shared.queries[turn.place].halves[half][block], args.q, full, half * 64, 0,
+                   piece.first + block * Queries::kBlock, 0);
+      }
     }
     for (int base = first; base < last; base += kWarp) {
       const int ids = next_ids;
@@ -207,10 +229,10 @@ __device__ __forceinline__ void score_pages(ScoreShared<Shape>& shared, const Sc
   constexpr int kQueries = Shape::kQueries;
   constexpr bool kTurns = kQueries > 1;  // with one query the tensor cores have little to do
   const SelectRound& round = args.round;
-  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup, origin = round.page_begin[0];
-  const auto arrive = [&](uint64_t* barrier) {  // once a warp
-    if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
-  };
+  // By a shuffle the compiler knows that it is the same in all lanes.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int origin = round.page_begin[0];
+  const bool leads = threadIdx.x % kWarp == 0;  // arrives at barriers for its warp
   Ring<Shape::kStages> stage;
   Ring<2> turn;
   if (warpgroup == 1) {
@@ -219,14 +241,16 @@ __device__ __forceinline__ void score_pages(ScoreShared<Shape>& shared, const Sc
   }
   range.for_pieces(round, [&](int place, int first, int last) {
     const QueryPiece piece = round.pieces[place];
-    HeadWeights<kQueries> weights;
-    weights.load(args.view, piece.first, piece.count);
-    const QueryTile<kQueries>& queries = shared.queries[turn.place];
-    uint32_t* const ranks = round.row(place, 0) + score_row();
-    const int piece_begin = round.page_begin[place] - origin;
+    HeadSums<kQueries> sums;
+    sums.load_weights(args.view, piece.first, piece.count);
+    const int own = first + ((first - range.begin) % 2 != warpgroup ? 1 : 0);
+    uint32_t* ranks =
+        round.row(place, 0) + sums.key() + (own - (round.page_begin[place] - origin)) * kPageRows;
+    if constexpr (kQueries > 1) ranks += sums.query() * round.columns;
     barrier_wait(&shared.queries_full[turn.place], turn.parity);
-    for (int page = first + ((first - range.begin) % 2 != warpgroup ? 1 : 0); page < last; page += 2) {
-      const KeyTile& keys = shared.keys[stage.place];
+    const uint64_t queries = factor_descriptor(&shared.queries[turn.place], 0);
+    for (int page = own; page < last; page += 2, ranks += 2 * kPageRows) {
+      const uint64_t keys = factor_descriptor(&shared.keys[stage.place], 0);
       HeadProducts<kQueries> products;
       if constexpr (kTurns) wait_for_turn(warpgroup);
       barrier_wait(&shared.keys_full[stage.place], stage.parity);
@@ -242,17 +266,22 @@ __device__ __forceinline__ void score_pages(ScoreShared<Shape>& shared, const Sc
         give_turn(1 - warpgroup);
       }
       wgmma_wait<0>();
+      if (leads) barrier_arrive(&shared.keys_empty[stage.place]);
       wgmma_pin(products);
-      arrive(&shared.keys_empty[stage.place]);
       stage.advance(), stage.advance();
-      const HeadSums<kQueries> sums(products, weights);
-      uint32_t* const to = ranks + sums.first * round.columns + (page - piece_begin) * kPageRows;
+      if constexpr (kQueries == 1) {
+        const float score = sums.score(products);
+        if (sums.reports()) ranks[0] = rank_of(score);
+      } else {
 #pragma unroll
-      for (int q = 0; q < sums.kCount; ++q) {
-        if (sums.unique) to[q * round.columns] = rank_of(sums.scores[q]);
+        for (int i = 0; i < 2; ++i) {
+          uint32_t* const to = ranks + i * 4 * round.columns;
+          to[0] = rank_of(sums.score(products, i, 0));
+          to[8] = rank_of(sums.score(products, i, 1));
+        }
       }
     }
-    arrive(&shared.queries_empty[turn.place]);
+    if (leads) barrier_arrive(&shared.queries_empty[turn.place]);
     turn.advance();
   });
 }
@@ -297,13 +326,28 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
 }
 
+// Boxes are the blocks of QueryTile: 64 channels of a pair of heads, of all queries, then the other pairs.
+template <int kQueries>
+CUtensorMap query_map(const Tensor& q) {
+  static auto* const encode = cuda::driver<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  const auto row = static_cast<cuuint64_t>(q.stride(0) * 2), head = static_cast<cuuint64_t>(q.stride(1) * 2);
+  const cuuint64_t sizes[4] = {kWgmmaWidth, 2, static_cast<cuuint64_t>(q.size(0)), kWgmmaHeads / 2};
+  const cuuint64_t strides[3] = {head, row, 2 * head};
+  const cuuint32_t box[4] = {64, 2, QueryTile<kQueries>::kBlock, kWgmmaHeads / 2}, steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, q.raw(), sizes, strides, box,
+                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK_EQ(static_cast<int>(result), 0);
+  return map;
+}
+
 template <int kQueries>
 void launch_select_scores(const IndexerSelect& args, const SelectRound& round, Stream& stream) {
   using Shape = ScoreShape<kQueries>;
   const Tensor &q = args.q, &keys = args.keys.pool;
   CHECK(aligned_16(q) && aligned_16(keys));
-  const ScoreArguments arguments{.q = tensor_map<bf16>(q.raw(), kWgmmaWidth, kWgmmaHeads, q.size(0), q.stride(1),
-                                                 q.stride(0), kWgmmaHeads, kQueries),
+  const ScoreArguments arguments{.q = query_map<kQueries>(q),
                                  .keys = tensor_map<bf16>(keys.raw(), kWgmmaWidth, kPageRows, keys.size(0),
                                                     keys.stride(1), keys.stride(0), kPageRows),
                                  .view = view_of<bf16, bf16>(args),
@@ -316,17 +360,18 @@ void launch_select_scores(const IndexerSelect& args, const SelectRound& round, S
 
 // --- Scores of given rows ---
 
-// A block a query: 64 rows at a time are gathered while those before are multiplied.
+// A block a query: rows are gathered two tiles of 64 ahead, and looked up in the page table one further.
+constexpr int kGivenStages = 3, kGivenRows = 64;
 struct GivenShared {
-  KeyTile keys[2];
+  KeyTile keys[kGivenStages];
   QueryTile<1> query;
+  const bf16* from[2][kGivenRows];  // null where no row is asked for, and nobody reads the score
 };
 
 // Sixteen threads copy a row of 256 bytes: chunk c is the c-th sixteen bytes.
-template <class Tile>
-__device__ __forceinline__ void copy_chunk(Tile& to, int row, int chunk, const bf16* from) {
-  copy_async(SwizzledTile{shared_address(to.halves[chunk / 8]), 128}.chunk(static_cast<uint32_t>(row),
-                                                                           static_cast<uint32_t>(chunk % 8)),
+__device__ __forceinline__ void copy_chunk(void* half, int row, int chunk, const bf16* from) {
+  copy_async(SwizzledTile{shared_address(half), 128}.chunk(static_cast<uint32_t>(row),
+                                                           static_cast<uint32_t>(chunk % 8)),
              from + chunk * 8);
 }
 
@@ -336,35 +381,48 @@ static __global__ void __launch_bounds__(kWarpgroup)
   auto& shared = *reinterpret_cast<GivenShared*>(memory);
   const int t = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const int b = sequence_of(view.batch.row_begin, view.batch.count, t);
-  const int chunk = thread % 16;
-  const auto gather = [&](int first) {
-    KeyTile& to = shared.keys[first / kPageRows % 2];
-    for (int i = thread / 16; i < kPageRows; i += kWarpgroup / 16) {
-      const int row = first + i < asked ? rows[t][first + i] : -1;  // -1: nobody reads the score
-      if (row >= 0) copy_chunk(to, i, chunk, view.keys.row(b, row));
+  const int tiles = (asked + kGivenRows - 1) / kGivenRows, chunk = thread % 16;
+  const auto look_up = [&](int tile) {
+    const int i = tile * kGivenRows + thread;
+    if (thread >= kGivenRows || tile >= tiles) return;
+    const int row = i < asked ? rows[t][i] : -1;
+    shared.from[tile % 2][thread] = row < 0 ? nullptr : view.keys.row(b, row);
+  };
+  const auto gather = [&](int tile) {
+    if (tile < tiles) {
+      void* const half = shared.keys[tile % kGivenStages].halves[chunk / 8];
+      for (int i = thread / 16; i < kGivenRows; i += kWarpgroup / 16) {
+        const bf16* const from = shared.from[tile % 2][i];
+        if (from != nullptr) copy_chunk(half, i, chunk, from);
+      }
     }
+    commit_copies();
   };
   for (int h = thread / 16; h < kWgmmaHeads; h += kWarpgroup / 16)
-    copy_chunk(shared.query, h, chunk, view.q.at(t, h));
-  gather(0);
-  HeadWeights<1> weights;
-  weights.load(view, t, 1);
-  for (int first = 0; first < asked; first += static_cast<int>(kPageRows)) {
-    wait_for_copies();
+    copy_chunk(shared.query.halves[chunk / 8], h, chunk, view.q.at(t, h));
+  look_up(0), look_up(1);
+  HeadSums<1> sums;
+  sums.load_weights(view, t, 1);
+  __syncthreads();
+  gather(0), gather(1);
+  for (int tile = 0; tile < tiles; ++tile) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kGivenStages - 2) : "memory");
     fence_async_proxy();
     __syncthreads();  // these rows are here, and everybody is done with those before
-    if (first + kPageRows < asked) gather(first + static_cast<int>(kPageRows));
-    commit_copies();
+    look_up(tile + 2);
     HeadProducts<1> products;
     wgmma_pin(products);
     wgmma_fence();
-    multiply_heads<0, 8, 1>(products, shared.keys[first / kPageRows % 2], shared.query);
+    multiply_heads<0, 8, 1>(products, factor_descriptor(&shared.keys[tile % kGivenStages], 0),
+                            factor_descriptor(&shared.query, 0));
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(products);
-    const HeadSums<1> sums(products, weights);
-    const int at = first + score_row();
-    if (sums.unique && at < asked) scores[t][at] = rows[t][at] < 0 ? 0.0f : sums.scores[0];
+    const float score = sums.score(products);
+    const int at = tile * kGivenRows + sums.key();
+    if (sums.reports() && at < asked) scores[t][at] = rows[t][at] < 0 ? 0.0f : score;
+    __syncthreads();  // the rows looked up
+    gather(tile + 2);
   }
 }
 
