@@ -1,5 +1,6 @@
 #include "kernels/launch_cuda.h"
 #include "kernels/sparse_mla/attention_backward_mma.cuh"
+#include "kernels/sparse_mla/attention_backward_wgmma.cuh"
 #include "kernels/sparse_mla/attention_forward.cuh"
 #include "kernels/sparse_mla/sparse_mla.h"
 
@@ -121,8 +122,6 @@ bool grad_round_on_tensor_cores(const AttentionBackward& args, const GradientVie
                                 dim3 keys_grid, Stream& stream) {
   if (has_grad_room<1, 4, 18, true>(view)) {
     grad_tiles<1, 4, 18, true>(args, view, keys_grid, stream);
-  } else if (has_grad_room<4, 2, 36, true>(view)) {
-    grad_tiles<4, 2, 36, true>(args, view, keys_grid, stream);
   } else if (has_grad_room<1, 4, 4, false>(view)) {
     grad_tiles<1, 4, 4, false>(args, view, keys_grid, stream);
   } else {
@@ -134,6 +133,12 @@ bool grad_round_on_tensor_cores(const AttentionBackward& args, const GradientVie
 template <class X, class K>
 void backward(const AttentionBackward& args, Stream& stream) {
   const Attention& forward = args.forward;
+  if constexpr (sizeof(X) == 2 && sizeof(K) == 2) {
+    if (wgmma_grad_takes(args)) {
+      if (forward.q.size(2) == 512) return backward_wgmma<WgmmaGrad<0>>(args, stream);
+      return backward_wgmma<WgmmaGrad<64>>(args, stream);
+    }
+  }
   Arena& workspace = stream.workspace();
   const ArenaScope scope(workspace);
   const int64_t tokens = forward.q.size(0), heads = forward.q.size(1), kv_heads = forward.kv_heads;

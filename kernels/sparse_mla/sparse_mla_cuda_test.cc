@@ -125,6 +125,7 @@ const Shape kShapes[] = {
     {.heads = 20, .rank = 512, .rope = 64, .lengths = {66, 5}, .topk = 0},  // GLM-4.7-Flash
     {.heads = 64, .rank = 512, .rope = 64, .lengths = {80}, .topk = 70},    // GLM-5
     {.heads = 64, .rank = 512, .rope = 0, .lengths = {66, 5}, .topk = 0},   // Flash
+    {.heads = 33, .rank = 512, .rope = 64, .lengths = {1, 190, 30}, .topk = 150},
     {.heads = 100, .rank = 20, .rope = 4, .lengths = {40}, .topk = 8},
     {.heads = 2, .rank = 8, .rope = 0, .lengths = {}, .topk = 0},
 };
@@ -292,6 +293,45 @@ TEST_P(SparseMlaCudaBits, NanStaysWithTheQueriesThatSeeIt) {
     testing::expect_same_bits_on_device(dirty.o.slice(0, begin, end), clean.o.slice(0, begin, end));
   }
   EXPECT_TRUE(std::isnan(testing::on_host(pool, dirty.o).row(20)[0]));
+}
+
+// A sequence's gradients have the same bits alone and among others, and in rounds of any size.
+TEST_P(SparseMlaCudaBits, GradientsDoNotDependOnTheBatch) {
+  const auto [kind, dtype] = GetParam();
+  const Shape shapes[] = {{.heads = 3, .rank = 24, .rope = 8, .lengths = {131, 70, 2}, .topk = 24},
+                          {.heads = 64, .rank = 512, .rope = 64, .lengths = {131, 70, 2, 300}, .topk = 100},
+                          {.heads = 64, .rank = 512, .rope = 0, .lengths = {131, 70, 2}, .topk = 0},
+                          {.heads = 20, .rank = 512, .rope = 64, .lengths = {131, 70, 2}, .topk = 0}};
+  const Shape& shape = shapes[kind];
+  TensorPool pool(7);
+  CudaPool device;
+  const World world(pool, shape, dtype, dtype);
+  const Tensor d_o = testing::random_as(pool, dtype, {world.tokens, shape.heads, shape.rank});
+  const auto gradients = [&](const std::vector<Piece>& pieces, int64_t begin, int64_t end) {
+    const SparseMla call = on_cuda(device, world.call(pool, pieces, static_cast<uint64_t>(begin)), dtype);
+    launch(call, cuda_stream());
+    const SparseMlaBackward args{.q = call.q,
+                                 .keys = call.keys,
+                                 .sequences = call.sequences,
+                                 .indices = call.indices,
+                                 .counts = call.counts,
+                                 .scale = call.scale,
+                                 .o = call.o,
+                                 .lse = call.lse,
+                                 .d_o = device.copy(d_o.slice(0, begin, end), dtype),
+                                 .dq = device.output(dtype, {end - begin, shape.heads, shape.width()}),
+                                 .dkeys = device.output(dtype, {end - begin, shape.width()})};
+    launch(args, cuda_stream());
+    return args;
+  };
+  const SparseMlaBackward all = gradients(testing::whole_sequences(shape.lengths), 0, world.tokens);
+  for (size_t b = 0; b < shape.lengths.size(); ++b) {
+    const int64_t begin = testing::first_row(shape.lengths, static_cast<int64_t>(b)), end = begin + shape.lengths[b];
+    const SparseMlaBackward alone = gradients({{static_cast<int64_t>(b), 0, shape.lengths[b]}}, begin, end);
+    testing::expect_same_bits_on_device(alone.dq, all.dq.slice(0, begin, end));
+    testing::expect_same_bits_on_device(alone.dkeys, all.dkeys.slice(0, begin, end));
+  }
+  device.expect_fences_intact();
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, SparseMlaCudaBits,
