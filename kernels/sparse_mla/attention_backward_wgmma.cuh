@@ -582,7 +582,7 @@ void backward_wgmma(const AttentionBackward& args, Stream& stream) {
   Arena& workspace = stream.workspace();
   const ArenaScope scope(workspace);
   const auto map = [&](const Tensor& x) {
-    return tensor_map(x.raw(), x.size(2), x.size(1), x.size(0), x.stride(1), x.stride(0), 32);
+    return tensor_map<bf16>(x.raw(), x.size(2), x.size(1), x.size(0), x.stride(1), x.stride(0), 32);
   };
   WgmmaGradArguments grads{.q = map(forward.q), .d_o = map(args.d_o), .view = {}, .shares = nullptr};
   GradientView<bf16, bf16>& view = grads.view;
