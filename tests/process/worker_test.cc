@@ -205,6 +205,8 @@ class WorkerTest : public ::testing::Test {
     CHECK_OK(worker.status());
     worker_ = *std::move(worker);
     channel_ = rpc::dial(worker_->address());
+    // An attempt to connect lasts a second, which on a busy machine may not be enough.
+    ASSERT_TRUE(channel_->WaitForConnected(absl::ToChronoTime(absl::Now() + absl::Minutes(1))));
     stub_ = v1::Rollout::NewStub(channel_);
   }
   Reply generate(const v1::GenerateRequest& request, absl::Duration timeout = absl::Minutes(1)) {
