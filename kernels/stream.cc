@@ -20,6 +20,8 @@ constexpr int64_t kScratchBytesMax = int64_t{1} << 34;
 constexpr int kSpins = 4000;
 // Pinned memory that uploads pass through. A step's integers are kilobytes: the queue is waited for once in many steps.
 constexpr int64_t kStagingBytes = int64_t{1} << 25;
+// Addresses: memory stands behind what was ever used. The backward of attention cuts queries into rounds by what it finds here.
+constexpr int64_t kWorkspaceBytes = int64_t{1} << 31;
 
 }  // namespace
 
@@ -149,7 +151,7 @@ absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cuda(int32_t index, int64
 }
 
 absl::StatusOr<std::unique_ptr<Stream>> Stream::create(Device device, int threads) {
-  return device.kind == DeviceKind::kCuda ? create_cuda(device.index) : create_cpu(threads);
+  return device.kind == DeviceKind::kCuda ? create_cuda(device.index, kWorkspaceBytes) : create_cpu(threads);
 }
 
 absl::StatusOr<Device> parse_device(const std::string& word) {
