@@ -30,6 +30,11 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, int 
                "r"(bytes)
                : "memory");
 }
+// Counts as `arrivals` threads.
+__device__ __forceinline__ void barrier_arrive_as(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
 // Waits for the end of the phase of this parity: phases count 0, 1, 0, 1 from the barrier's initialisation.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
   uint32_t done = 0;
@@ -100,6 +105,12 @@ __device__ __forceinline__ uint64_t factor_descriptor(const void* shared, uint32
   return kSwizzle128 | kEightRows | uint64_t{leading >> 4} << 16 | (shared_address(shared) & 0x3ffffu) >> 4;
 }
 
+// A factor whose rows run along k, in pieces of 8 rows x 8 values (128 bytes): the next eight along k and the
+// next eight rows are that many bytes further.
+__device__ __forceinline__ uint64_t eights_descriptor(const void* shared, uint32_t along_k, uint32_t down) {
+  return uint64_t{down >> 4} << 32 | uint64_t{along_k >> 4} << 16 | (shared_address(shared) & 0x3ffffu) >> 4;
+}
+
 // Before the first product after threads wrote the sums' registers or shared memory.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
@@ -146,6 +157,24 @@ __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, in
         "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
         "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(add), "n"(kTransposeA ? 1 : 0), "n"(kTransposeB ? 0 : 1));
+}
+
+// A in registers: of a warp's sixteen rows, as mma() takes them. They are read until the product is awaited, and
+// the compiler does not know it: keep them in use for longer, or wait at once.
+template <bool kTransposeB>
+__device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]),
+        "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
+        "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kTransposeB ? 0 : 1));
 }
 
 template <bool kTransposeA, bool kTransposeB>

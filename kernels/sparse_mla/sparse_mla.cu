@@ -2,6 +2,7 @@
 #include "kernels/sparse_mla/attention_backward_mma.cuh"
 #include "kernels/sparse_mla/attention_backward_wgmma.cuh"
 #include "kernels/sparse_mla/attention_forward.cuh"
+#include "kernels/sparse_mla/attention_forward_wgmma.cuh"
 #include "kernels/sparse_mla/sparse_mla.h"
 
 namespace slipstream::kernels {
@@ -61,13 +62,35 @@ void attend_tiles(const Attention& args, Stream& stream) {
   kernel<<<grid, Shape::kThreads, bytes, cuda_stream(stream)>>>(view, query_vectors);
 }
 
+// --- latents on Hopper ---
+
+// By heads, widths and layout, never by the batch. Sixteen heads and fewer would leave most of a tile empty.
+bool takes_latents(const Attention& args, const AttentionView<bf16, bf16>& view) {
+  return view.shared && view.value_width == kLatentWidth &&
+         (view.key_width == kLatentWidth || view.key_width == kLatentWidth + 64) && args.kv_heads == 1 &&
+         view.heads > 16 && args.scale > 0.0f && view.vectors && aligned_16(args.q) && fours(args.o);
+}
+
+template <bool kRope>
+void attend_to_latents(const Attention& args, const AttentionView<bf16, bf16>& view, Stream& stream) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  constexpr int kBytes = sizeof(LatentShared<kRope>);
+  static_assert(kBytes <= kSharedMax);
+  const int64_t queries = args.q.size(0), runs = divide_up(view.heads, kLatentHeads);
+  const int64_t side_by_side = std::min(queries, std::max<int64_t>(multiprocessors() / runs, 1));
+  const auto kernel = attend_latents<kRope>;
+  allow_shared(kernel, kBytes);
+  const dim3 grid(static_cast<unsigned>(side_by_side), static_cast<unsigned>(runs));
+  kernel<<<grid, kLatentThreads, kBytes, cuda_stream(stream)>>>(
+      view, {.queries = static_cast<int>(queries), .scale = view.scale * kLog2e});
+}
+
 // False where no tiling has room: by heads and widths alone, never by the batch.
 bool attend_on_tensor_cores(const Attention& args, Stream& stream) {
-  const int64_t group = args.q.size(1) / args.kv_heads;
-  if (group > 32 && has_room<4, 2, 32, true>(args)) {
-    attend_tiles<4, 2, 32, true>(args, stream);
-  } else if (group > 16 && has_room<2, 4, 16, true>(args)) {
-    attend_tiles<2, 4, 16, true>(args, stream);
+  const AttentionView<bf16, bf16> view = view_of<bf16, bf16>(args);
+  if (takes_latents(args, view)) {
+    view.key_width > kLatentWidth ? attend_to_latents<true>(args, view, stream)
+                                  : attend_to_latents<false>(args, view, stream);
   } else if (has_room<1, 4, 16, true>(args)) {
     attend_tiles<1, 4, 16, true>(args, stream);
   } else if (has_room<1, 4, 4, false>(args)) {

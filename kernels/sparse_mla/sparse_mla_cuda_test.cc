@@ -334,6 +334,53 @@ TEST_P(SparseMlaCudaBits, GradientsDoNotDependOnTheBatch) {
   device.expect_fences_intact();
 }
 
+// Lists of several blocks of keys.
+const Shape kLongShapes[] = {
+    {.heads = 64, .rank = 512, .rope = 64, .lengths = {390}, .topk = 0},
+    {.heads = 64, .rank = 512, .rope = 0, .lengths = {390, 20}, .topk = 330},
+    {.heads = 100, .rank = 512, .rope = 64, .lengths = {270}, .topk = 200},
+    {.heads = 20, .rank = 512, .rope = 64, .lengths = {460}, .topk = 0},
+};
+
+class SparseMlaCudaLong : public testing::CudaTest, public ::testing::WithParamInterface<size_t> {};
+
+TEST_P(SparseMlaCudaLong, FewQueriesHaveTheBitsOfMany) {
+  const Shape& shape = kLongShapes[GetParam()];
+  TensorPool pool(7);
+  CudaPool device;
+  const World world(pool, shape, DType::kBf16, DType::kBf16);
+  const SparseMla all =
+      on_cuda(device, world.call(pool, testing::whole_sequences(shape.lengths), 1), DType::kBf16);
+  launch(all, cuda_stream());
+  const int64_t end = shape.lengths[0];
+  const std::vector<std::vector<Piece>> calls{{{0, end - 49, end}}, {{0, end - 48, end}}, {{0, 0, 1}},
+                                              {{0, 63, 64}},        {{0, 64, 65}},        {{0, 200, 217}},
+                                              {{0, end - 1, end}}};
+  for (const std::vector<Piece>& pieces : calls) {
+    const SparseMla call = on_cuda(device, world.call(pool, pieces, 3), DType::kBf16);
+    launch(call, cuda_stream());
+    expect_same_tokens(call, world, pieces, all);
+  }
+  device.expect_fences_intact();
+}
+
+TEST_P(SparseMlaCudaLong, EqualsReference) {
+  const Shape& shape = kLongShapes[GetParam()];
+  TensorPool pool(8);
+  CudaPool device;
+  const World world(pool, shape, DType::kBf16, DType::kBf16);
+  const int64_t end = shape.lengths[0];
+  const SparseMla expected = world.call(pool, {{0, end - 7, end}}, 2);
+  const SparseMla call = on_cuda(device, expected, DType::kBf16);
+  launch(call, cuda_stream());
+  reference(expected);
+  testing::expect_close(call.o, expected.o);
+  expect_close_lse(call.lse, expected.lse, DType::kBf16);
+  device.expect_fences_intact();
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SparseMlaCudaLong, ::testing::Range(size_t{0}, std::size(kLongShapes)));
+
 INSTANTIATE_TEST_SUITE_P(Kinds, SparseMlaCudaBits,
                          ::testing::Combine(::testing::Range(0, 4),
                                             ::testing::Values(DType::kF32, DType::kBf16)));

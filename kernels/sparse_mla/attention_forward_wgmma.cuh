@@ -1,0 +1,505 @@
+// Attention over latents on Hopper: bf16, one key row a position whose first 512 columns are the value too,
+// up to 64 heads of one query at a time.
+//
+// The arithmetic of a head: its keys in blocks of 64, ascending. A score is one chain of products over
+// sixteen columns at a time. Weights are 2^(scaled score - top). `top` follows a block's largest score only
+// where that lies more than kTopSlack above it: what has been added up is then rarely rescaled, and weights
+// stay below 2^kTopSlack. o is one chain over blocks and sixteens of keys; the sum of weights is four
+// chains, a lane each. None of it depends on the other queries, nor on how many there are.
+#pragma once
+
+#include "kernels/cuda/wgmma_products.cuh"
+#include "kernels/sparse_mla/attention_device.cuh"
+
+namespace slipstream::kernels {
+
+constexpr int kLatentWidth = 512, kLatentHeads = 64, kLatentKeys = 64;
+// 64 rows of 64 columns as the tensor cores take them; a key row is eight such tiles, or nine with rope
+// columns.
+constexpr int kTileBytes = 64 * 128, kLatentTiles = kLatentWidth / 64;
+constexpr float kTopSlack = 8.0f;
+
+using LatentView = AttentionView<bf16, bf16>;
+
+// --- Shares of the work ---
+
+// Block (x, y) of threads attends for queries x, x + gridDim.x, ... and 64 heads from 64 y on.
+struct LatentShare {
+  int queries;
+  float scale;  // of scores as powers of 2
+
+  static __device__ __forceinline__ int blocks(int keys) { return (keys + kLatentKeys - 1) / kLatentKeys; }
+};
+__device__ __forceinline__ int first_head() { return static_cast<int>(blockIdx.y) * kLatentHeads; }
+__device__ __forceinline__ int next_query(int t) { return t + static_cast<int>(gridDim.x); }
+__device__ __forceinline__ int key_count(const LatentView& view, int t) {
+  return view.counts != nullptr ? view.counts[t] : keys_of(view, t).count;
+}
+
+// --- A query's block of the softmax ---
+
+__device__ __forceinline__ float exp2_fast(float x) {  // 0 for -infinity; 2 ulp
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// threadIdx.x, read anew: where registers are scarce, nothing that follows from it is kept.
+__device__ __forceinline__ uint32_t thread_again() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+// The thread's row of 64; the other is eight below it.
+__device__ __forceinline__ int row_of_thread() {
+  const uint32_t thread = thread_again();
+  return static_cast<int>(thread % 128 / kWarp * 16 + thread % kWarp / 4);
+}
+
+// What a thread knows of its two rows, row and row + 8 of the warp's sixteen: `sum` is its own columns'
+// share.
+struct SoftmaxRows {
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+
+  // From the products of queries and keys to weights, as wgmma lays both out; the first `count` keys exist.
+  // What was added up before is to be multiplied by `rescale`. take(j, r, pair) gets columns 8j + 2 (thread %
+  // 4) and + 1 of row r.
+  template <class Take>
+  __device__ __forceinline__ void add(float (&scores)[32], int count, float scale, float (&rescale)[2],
+                                      const Take& take) {
+    if (count < kLatentKeys) {
+      const int column = static_cast<int>(thread_again() % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (i / 4 * 8 + column + i % 2 >= count) scores[i] = -INFINITY;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest[2] = {scores[2 * r], scores[2 * r + 1]};
+#pragma unroll
+      for (int j = 1; j < 8; ++j) {
+        largest[0] = fmaxf(largest[0], scores[4 * j + 2 * r]);
+        largest[1] = fmaxf(largest[1], scores[4 * j + 2 * r + 1]);
+      }
+      rescale[r] = fmaxf(largest[0], largest[1]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float all = fmaxf(rescale[r], __shfl_xor_sync(~0u, rescale[r], 1));
+      all = fmaxf(all, __shfl_xor_sync(~0u, all, 2)) * scale;
+      const float before = top[r];
+      if (all > before + kTopSlack) top[r] = all;
+      rescale[r] = top[r] == before ? 1.0f : exp2_fast(before - top[r]);
+      sum[r] *= rescale[r];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float low = exp2_fast(fmaf(scores[4 * j + 2 * r], scale, -top[r]));
+        const float high = exp2_fast(fmaf(scores[4 * j + 2 * r + 1], scale, -top[r]));
+        sum[r] += low + high;
+        take(j, r, pack_bf16(low, high));
+      }
+    }
+  }
+  // Of the whole row.
+  __device__ __forceinline__ float total(int r) const {
+    float all = sum[r];
+    all += __shfl_xor_sync(~0u, all, 1);
+    return all + __shfl_xor_sync(~0u, all, 2);
+  }
+};
+
+__device__ __forceinline__ bool all_ones(const float (&rescale)[2]) {
+  return __all_sync(~0u, rescale[0] == 1.0f && rescale[1] == 1.0f);
+}
+
+__device__ __forceinline__ void store_lse(const LatentView& view, int t, int head, float top, float total) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  if (threadIdx.x % 4 != 0 || head >= view.heads || view.lse.data == nullptr) return;
+  view.lse[t][head] = (top + log2f(total)) * kLn2;  // without keys: -infinity - infinity
+}
+
+// The sums of a warpgroup's product, each row by its factor, to columns [column, column + kCount / 2) of o.
+template <int kCount>
+__device__ __forceinline__ void store_rows(const LatentView& view, int t, int column,
+                                           const float (&o)[kCount], const float (&factor)[2]) {
+  const bool odd = threadIdx.x % 2 == 1;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int head = first_head() + row_of_thread() + 8 * r;
+    // Neighbours exchange a pair: even threads then have four columns of eight, odd ones of the next eight.
+    bf16* const to = view.o.at(t, head) + column + threadIdx.x % 4 * 2 + (odd ? 6 : 0);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 8) {
+      const uint32_t first = pack_bf16(o[i + 2 * r] * factor[r], o[i + 2 * r + 1] * factor[r]);
+      const uint32_t second = pack_bf16(o[i + 4 + 2 * r] * factor[r], o[i + 5 + 2 * r] * factor[r]);
+      const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+      if (head < view.heads)
+        *reinterpret_cast<uint2*>(to + i * 2) = odd ? uint2{got, second} : uint2{first, got};
+    }
+  }
+}
+
+// --- Rows to shared memory ---
+
+// One of 128 threads that copy 64 rows: 16 bytes of each tile's row `row` + 16 i.
+struct RowCopier {
+  int row = static_cast<int>(threadIdx.x) % 128 / 8, chunk = static_cast<int>(threadIdx.x) % 8;
+
+  // Null: zeros, since what does not exist must not be NaN.
+  template <int kTiles>
+  __device__ __forceinline__ void copy(unsigned char* tiles, const bf16* const (&rows)[4], int column,
+                                       const void* valid) const {
+    const uint32_t to = shared_address(tiles) + static_cast<uint32_t>(row * 128 + ((chunk ^ (row & 7)) << 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool present = rows[i] != nullptr;
+      const bf16* const from = present ? rows[i] + column : static_cast<const bf16*>(valid);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), from + tile * 64,
+                   present ? 16 : 0);
+      }
+    }
+  }
+  // Which rows of the store a block of keys is, of the thread's; -1: none.
+  __device__ __forceinline__ void find_keys(const LatentView& view, const KeyList& list, int block,
+                                            int (&keys)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int entry = block * kLatentKeys + row + 16 * i;
+      keys[i] = entry < list.count ? list.position(entry) : -1;
+    }
+    const int32_t* const table = view.keys.table + list.sequence * view.keys.table_stride;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (keys[i] >= 0)
+        keys[i] = table[keys[i] / kPageRows] * static_cast<int>(kPageRows) + keys[i] % kPageRows;
+    }
+  }
+  __device__ __forceinline__ void key_rows(const LatentView& view, const int (&keys)[4],
+                                           const bf16* (&rows)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t at =
+          keys[i] / kPageRows * view.keys.page_stride + keys[i] % kPageRows * view.keys.row_stride;
+      rows[i] = keys[i] < 0 ? nullptr : view.keys.pool + at + chunk * 8;
+    }
+  }
+};
+
+// --- Scores ---
+
+constexpr int kLatentStages = 3;
+// Registers hold this many sixteens of the queries' columns, shared memory the others.
+constexpr int kHeldSteps = 27, kStepBytes = 64 * 32;
+
+// As much as a block of threads may have: hence few registers for queries, and two last tiles for three
+// stages.
+template <bool kRope>
+struct LatentShared {
+  static constexpr int kSharedSteps = kLatentWidth / 16 - kHeldSteps + (kRope ? 4 : 0);
+
+  unsigned char stages[kLatentStages][kLatentTiles][kTileBytes];  // 64 heads or keys: the latents
+  // Rope columns of a block's keys; once it is scored, its weights. Of every second block.
+  unsigned char last[2][kTileBytes];
+  unsigned char queries[kSharedSteps][kStepBytes];  // eights of rows and columns, 128 bytes each
+  float rescale[2][kLatentHeads];
+  float factor[kLatentHeads];  // 1 / sum of the weights, with a query's last block
+  uint64_t full[kLatentStages], empty[kLatentStages];
+  uint64_t weighed[kLatentStages];  // the block's weights are there
+  uint64_t scored[kLatentStages];   // the products of the block after it are done
+  uint64_t last_full[2];            // the tile is free, and then has the rope columns
+  uint64_t queries_empty;
+
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kLatentStages; ++i) {
+        barrier_init(&full[i], 128);
+        barrier_init(&empty[i], 8);
+        barrier_init(&weighed[i], 4);
+        barrier_init(&scored[i], 4);
+      }
+      for (int i = 0; i < 2; ++i) barrier_init(&last_full[i], 128);
+      barrier_init(&queries_empty, 4);
+      barrier_init_done();
+    }
+    __syncthreads();
+  }
+};
+
+// The warpgroup that copies: of each query the heads, then blocks of keys. A block's last tile was that of
+// the block two before. When a stage becomes free, so does the last tile of the block before the one that
+// comes into the stage, as that stage held what came three before. After a query's heads, which have no last
+// tile, it is the block's own.
+template <bool kRope>
+__device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const LatentView& view,
+                                              const LatentShare& share) {
+  const RowCopier copier;
+  Ring<kLatentStages> stage;
+  Ring<2> last;
+  Ring<1> query;
+  const bf16* rows[4];
+  bool behind = false;  // the last tile of `rows` is still to be copied
+  const auto copy_last = [&] {
+    if constexpr (kRope) copier.copy<1>(shared.last[last.place], rows, kLatentWidth, view.keys.pool);
+    barrier_arrive_after_copies(&shared.last_full[last.place]);
+    last.advance();
+  };
+  const auto await_stage = [&] {
+    barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);  // passes in the first round
+    if (behind) copy_last();
+    behind = false;
+  };
+  const auto copy_latents = [&] {
+    copier.copy<kLatentTiles>(shared.stages[stage.place][0], rows, 0, view.keys.pool);
+  };
+  const auto done = [&] {
+    barrier_arrive_after_copies(&shared.full[stage.place]);
+    stage.advance();
+  };
+  for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
+    const KeyList list = keys_of(view, t);
+    const int end = LatentShare::blocks(list.count);
+    if (end == 0) continue;
+    await_stage();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int head = first_head() + copier.row + 16 * i;
+      rows[i] = head < view.heads ? view.q.at(t, head) + copier.chunk * 8 : nullptr;
+    }
+    copy_latents();
+    if constexpr (kRope) {
+      barrier_wait(&shared.queries_empty, query.parity ^ 1);
+      const uint32_t to =
+          shared_address(shared.queries[kLatentWidth / 16 - kHeldSteps + copier.chunk / 2]) +
+          static_cast<uint32_t>(copier.row / 8 * 256 + copier.chunk % 2 * 128 + copier.row % 8 * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool present = rows[i] != nullptr;
+        copy_async(to + static_cast<uint32_t>(i * 512), present ? rows[i] + kLatentWidth : view.keys.pool,
+                   present ? 16 : 0);
+      }
+      query.advance();
+    }
+    done();
+    for (int block = 0; block < end; ++block) {
+      int keys[4];
+      copier.find_keys(view, list, block, keys);
+      await_stage();
+      copier.key_rows(view, keys, rows);
+      copy_latents();
+      done();
+      behind = block >= 2;
+      if (!behind) copy_last();
+    }
+  }
+  if (behind) await_stage();
+}
+
+// 64 queries against keys in a stage. Those in registers need not be fetched from shared memory for every
+// block.
+template <bool kRope>
+struct LatentQueries {
+  uint32_t held[kHeldSteps][4];
+
+  __device__ __forceinline__ void load(LatentShared<kRope>& shared, int stage) {
+    const uint32_t thread = thread_again() % 128;
+    const uint32_t lane = thread % kWarp, row = thread / kWarp * 16 + (lane & 15);
+    const uint32_t from = shared_address(shared.stages[stage][0]) + row * 128;
+#pragma unroll
+    for (uint32_t k = 0; k < kHeldSteps; ++k) {
+      load_tiles(held[k], from + k / 4 * kTileBytes + (((k % 4 * 2 + (lane >> 4)) ^ (row & 7)) << 4));
+    }
+    sync();  // every thread has awaited its products with the queries before, but not the others'
+#pragma unroll
+    for (uint32_t k = kHeldSteps; k < kLatentWidth / 16; ++k) {
+      const uint32_t r = thread % 64, half = thread / 64;
+      *reinterpret_cast<uint4*>(shared.queries[k - kHeldSteps] + r / 8 * 256 + half * 128 + r % 8 * 16) =
+          *reinterpret_cast<const uint4*>(shared.stages[stage][k / 4] + r * 128 +
+                                          (((k % 4 * 2 + half) ^ (r & 7)) << 4));
+    }
+    fence_async_proxy();
+    sync();
+  }
+
+  __device__ __forceinline__ void score(LatentShared<kRope>& shared, int stage, const Ring<2>& last,
+                                        float (&scores)[32]) const {
+    const uint64_t keys = factor_descriptor(shared.stages[stage][0], 0);
+    const uint64_t queries = eights_descriptor(shared.queries, 128, 256);
+    wgmma_pin(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLatentWidth / 16; ++k) {
+      const uint64_t columns = keys + ((k / 4 * kTileBytes + k % 4 * 32) >> 4);
+      if (k < kHeldSteps) {
+        wgmma<true>(scores, held[k], columns, k > 0);
+      } else {
+        wgmma<false, true>(scores, queries + ((k - kHeldSteps) * kStepBytes >> 4), columns, 1);
+      }
+    }
+    wgmma_commit();
+    barrier_wait(&shared.last_full[last.place], last.parity);
+    if constexpr (kRope) {
+      fence_async_proxy();
+      wgmma_fence();
+      const uint64_t rope = factor_descriptor(shared.last[last.place], 0);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        wgmma<false, true>(scores, queries + ((kLatentWidth / 16 - kHeldSteps + k) * kStepBytes >> 4),
+                           rope + (k * 32 >> 4), 1);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    wgmma_pin(scores);
+  }
+  static __device__ __forceinline__ void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+};
+
+__device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier, int arrivals = 1) {
+  __syncwarp();
+  if (thread_again() % kWarp == 0) barrier_arrive_as(barrier, arrivals);
+}
+
+// --- A block of threads: one warpgroup copies, one scores, two weigh half of the columns each ---
+
+constexpr int kLatentThreads = 4 * 128;
+
+// The tensor cores are to have work during the softmax of a block. So the weighing of the block before starts
+// only when this one's products are done, though its weights were there earlier.
+template <bool kRope>
+__device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const LatentView& view,
+                                              const LatentShare& share) {
+  Ring<kLatentStages> stage, previous = {-1, 0};  // of the block before, perhaps of the query before
+  Ring<2> last;
+  for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
+    int left = key_count(view, t);
+    SoftmaxRows rows;
+    if (left > 0) {
+      LatentQueries<kRope> queries;
+      barrier_wait(&shared.full[stage.place], stage.parity);
+      queries.load(shared, stage.place);
+      arrive_once_a_warp(&shared.empty[stage.place], 2);  // instead of the warps that weigh
+      arrive_once_a_warp(&shared.weighed[stage.place]);
+      arrive_once_a_warp(&shared.scored[stage.place]);
+      stage.advance();
+      do {
+        barrier_wait(&shared.full[stage.place], stage.parity);
+        fence_async_proxy();
+        float scores[32];
+        queries.score(shared, stage.place, last, scores);
+        if (previous.place >= 0) arrive_once_a_warp(&shared.scored[previous.place]);
+        if (left <= kLatentKeys) {
+          arrive_once_a_warp(&shared.queries_empty);
+          // The factor before has been read.
+          if (previous.place >= 0) barrier_wait(&shared.empty[previous.place], previous.parity);
+        }
+        previous = stage;
+        if (kRope) LatentQueries<kRope>::sync();  // all have awaited the products with the last tile
+        float rescale[2];
+        const int row = row_of_thread();
+        const uint32_t to = shared_address(shared.last[last.place]) + static_cast<uint32_t>(row) * 128 +
+                            thread_again() % 4 * 4;
+        rows.add(scores, left, share.scale, rescale, [&](int j, int r, uint32_t pair) {
+          const uint32_t at = to + static_cast<uint32_t>(r * 8 * 128 + ((j ^ (row & 7)) << 4));
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
+        });
+        if (thread_again() % 4 == 0) {
+          shared.rescale[last.place][row] = rescale[0];
+          shared.rescale[last.place][row + 8] = rescale[1];
+        }
+        left -= kLatentKeys;
+        if (left <= 0) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            rows.sum[r] = rows.total(r);
+            if (thread_again() % 4 == 0) shared.factor[row + 8 * r] = 1.0f / rows.sum[r];
+          }
+        }
+        fence_async_proxy();
+        arrive_once_a_warp(&shared.weighed[stage.place]);
+        stage.advance();
+        last.advance();
+      } while (left > 0);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_lse(view, t, first_head() + row_of_thread() + 8 * r, rows.top[r], rows.sum[r]);
+  }
+  if (previous.place >= 0)
+    arrive_once_a_warp(&shared.scored[previous.place]);  // nothing follows the last block
+}
+
+template <bool kRope>
+__device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const LatentView& view,
+                                              const LatentShare& share, int half) {
+  constexpr int kTiles = kLatentTiles / 2;
+  Ring<kLatentStages> stage;
+  Ring<2> last;
+  for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
+    const int end = LatentShare::blocks(key_count(view, t));
+    float o[2][64] = {}, factor[2] = {0.0f, 0.0f};
+    if (end > 0) stage.advance();  // the queries
+    for (int block = 0; block < end; ++block) {
+      const int row = row_of_thread();
+      barrier_wait(&shared.weighed[stage.place], stage.parity);
+      const float rescale[2] = {shared.rescale[last.place][row], shared.rescale[last.place][row + 8]};
+      if (block + 1 == end) factor[0] = shared.factor[row], factor[1] = shared.factor[row + 8];
+      if (!all_ones(rescale)) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= rescale[i / 2 % 2];
+      }
+      barrier_wait(&shared.scored[stage.place], stage.parity);
+      fence_async_proxy();
+      const uint64_t weights = factor_descriptor(shared.last[last.place], 0);
+      const uint64_t values = factor_descriptor(shared.stages[stage.place][half * kTiles], kTileBytes);
+      wgmma_pin(o[0]);
+      wgmma_pin(o[1]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          wgmma<false, false>(o[i], weights + (k * 32 >> 4),
+                              values + ((i * 2 * kTileBytes + k * 16 * 128) >> 4), 1);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(o[0]);
+      wgmma_pin(o[1]);
+      arrive_once_a_warp(&shared.empty[stage.place]);
+      stage.advance();
+      last.advance();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) store_rows(view, t, half * kTiles * 64 + i * 128, o[i], factor);
+  }
+}
+
+template <bool kRope>
+__global__ void __launch_bounds__(kLatentThreads, 1)
+    attend_latents(const __grid_constant__ LatentView view, const LatentShare share) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
+  shared.init();
+  const int role = static_cast<int>(threadIdx.x) / 128;
+  // All of the 512 that there are for four threads. With less, the compiler makes products wait for each
+  // other.
+  if (role == 0) {
+    give_registers<24>();
+    fetch_latents(shared, view, share);
+  } else if (role == 1) {
+    take_registers<168>();
+    score_queries(shared, view, share);
+  } else {
+    take_registers<160>();
+    weigh_queries(shared, view, share, role - 2);
+  }
+}
+
+}  // namespace slipstream::kernels
