@@ -1,4 +1,4 @@
-// kda_cuda_bench: KDA on a GPU at the shape of GLM-5.3-Flash, 64 heads x 128, in bf16: prefill of one and of many
+// KDA on a GPU at the shape of GLM-5.3-Flash, 64 heads x 128, in bf16: prefill of one and of many
 // sequences, training's forward and backward, decode with the chunk's rows beside the state. Floors are the bytes of five
 // bf16 tensors a token (q, k, v, decays, o), or of the state read and written once a token, at 4.3 TB/s.
 #include <cstdio>
@@ -134,8 +134,7 @@ void decode(CudaBench& bench, Inputs& inputs, int64_t batch) {
         static_cast<double>(batch * kHeads * kWidth * kWidth * 8) / kBytesPerMs);
 }
 
-void run() {
-  CudaBench bench;
+CUDA_BENCH(kda) {
   Inputs inputs(bench, 65536);
   for (const int64_t batch : {1, 64, 256}) decode(bench, inputs, batch);
   for (const int64_t length : {4096, 16384, 65536}) prefill(bench, inputs, 1, length);
@@ -146,5 +145,3 @@ void run() {
 
 }  // namespace
 }  // namespace slipstream::kernels
-
-int main() { slipstream::kernels::run(); }
