@@ -1,5 +1,10 @@
 #include "kernels/kda/kda.h"
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
 #include "kernels/kda/kda_backward.cuh"
+#include "kernels/kda/kda_scan.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
@@ -31,6 +36,77 @@ dim3 grid_of(int64_t dv, int64_t heads, int64_t sequences) {
               static_cast<unsigned>(sequences));
 }
 
+// Records in memory at once, twice: those of the chunks that a pass goes through and of those that follow.
+constexpr int64_t kKdaRecordBytes = int64_t{96} << 20;
+
+bool by_tensor_cores(const Kda& args) {
+  bool fit = args.q.size(2) == kKdaWidth && args.v.size(2) == kKdaWidth;
+  for (const Tensor* t : {&args.q, &args.k, &args.v, &args.log_decay, &args.o, &args.r, &args.span_states,
+                          &args.cache.state, &args.cache.chunk_k, &args.cache.chunk_g, &args.cache.chunk_u}) {
+    fit = fit && fours(*t);
+  }
+  return fit;
+}
+
+bool one_row_each(const Sequences& sequences) {
+  for (int64_t b = 0; b < sequences.count(); ++b) {
+    if (sequences.end(b) - sequences.begin(b) > 1) return false;
+  }
+  return true;
+}
+
+void forward_by_tensor_cores(const Kda& args, const KdaView<bf16>& view, Stream& stream) {
+  const Sequences& sequences = args.sequences;
+  const auto heads = static_cast<unsigned>(view.heads), count = static_cast<unsigned>(sequences.count());
+  if (!args.slots.empty() && one_row_each(sequences)) {
+    kda_decode<<<dim3(kKdaSlices, heads, count), kKdaDecodeWarps * kWarp, 0, cuda_stream(stream)>>>(view);
+    return;
+  }
+  // A batch of few rows is one pass over whatever chunks the device finds: a captured launch may be repeated with other
+  // positions. A longer one is cut where the host says that its chunks are.
+  std::vector<int> chunk_begin = {0};
+  int at_most = 0;
+  for (int64_t b = 0; b < sequences.count(); ++b) {
+    const int rows = static_cast<int>(sequences.end(b) - sequences.begin(b));
+    const int open = static_cast<int>(sequences.cached_tokens(b)) % kChunk;
+    chunk_begin.push_back(chunk_begin.back() + (rows == 0 ? 0 : (open + rows + kChunk - 1) / kChunk));
+    at_most += rows == 0 ? 0 : (rows + 2 * kChunk - 2) / kChunk;
+  }
+  const int each = std::max(static_cast<int>(kKdaRecordBytes / sizeof(KdaRecord)) / view.heads, 1);
+  const bool single = at_most <= each;
+  if (at_most == 0) return;
+  const int chunks = single ? at_most : chunk_begin.back(), passes = (chunks + each - 1) / each;
+  const ArenaScope scope(stream.workspace());
+  KdaRecord* records[2] = {};
+  float* carries[2] = {};
+  for (int i = 0; i < std::min(passes, 2); ++i) {
+    const int64_t bytes = int64_t{std::min(chunks, each)} * view.heads * static_cast<int64_t>(sizeof(KdaRecord));
+    records[i] = static_cast<KdaRecord*>(stream.workspace().alloc(DType::kF32, {bytes / 4}).raw());
+    carries[i] = single ? nullptr : stream.workspace().alloc(DType::kF32, {view.heads, kKdaWidth, kKdaWidth}).f32();
+  }
+  allow_shared(kda_pass, sizeof(KdaPassShared));
+  KdaPass pass{.view = view, .scanned = {}, .prepared = {}, .first_sequence = 0, .scan_blocks = 0, .carry_in = nullptr,
+               .carry_out = nullptr};
+  for (int n = 0; n <= passes; ++n) {
+    pass.scanned = pass.prepared;
+    pass.prepared = {records[n % 2], n * each, std::min((n + 1) * each, chunks)};
+    if (n == passes) pass.prepared = {};
+    int last_sequence = static_cast<int>(count);
+    if (!single) {
+      pass.first_sequence = 0;
+      while (chunk_begin[pass.first_sequence + 1] <= pass.scanned.begin) ++pass.first_sequence;
+      while (chunk_begin[last_sequence - 1] >= pass.scanned.end && last_sequence > pass.first_sequence) --last_sequence;
+    }
+    pass.scan_blocks = n == 0 ? 0 : (last_sequence - pass.first_sequence) * view.heads * kKdaSlices;
+    pass.carry_in = carries[n % 2];
+    pass.carry_out = carries[(n + 1) % 2];
+    const int64_t prepared = int64_t{pass.prepared.end - pass.prepared.begin} * view.heads;
+    const auto blocks = static_cast<unsigned>(pass.scan_blocks + divide_up(prepared, kKdaScanWarps));
+    kda_pass<<<blocks, kKdaPassThreads, sizeof(KdaPassShared), cuda_stream(stream)>>>(pass);
+  }
+  if (!args.slots.empty()) kda_keep_rows<bf16, true><<<dim3(heads, count), 128, 0, cuda_stream(stream)>>>(view);
+}
+
 template <class X>
 void forward(const Kda& args, Stream& stream) {
   KdaView<X> view{.q = heads_of<X>(args.q),
@@ -55,11 +131,14 @@ void forward(const Kda& args, Stream& stream) {
     view.span_head = args.span_states.stride(1);
     view.span_row = args.span_states.stride(2);
   }
+  if constexpr (std::is_same_v<X, bf16>) {
+    if (by_tensor_cores(args)) return forward_by_tensor_cores(args, view, stream);
+  }
   allow_shared(kda_forward<X>, sizeof(KdaShared));
   const dim3 grid = grid_of(view.dv, view.heads, args.sequences.count());
   kda_forward<X><<<grid, kKdaThreads, sizeof(KdaShared), cuda_stream(stream)>>>(view);
   if (args.slots.empty()) return;
-  kda_keep_rows<X><<<dim3(grid.y, grid.z), 128, 0, cuda_stream(stream)>>>(view);
+  kda_keep_rows<X, false><<<dim3(grid.y, grid.z), 128, 0, cuda_stream(stream)>>>(view);
 }
 
 template <class X>

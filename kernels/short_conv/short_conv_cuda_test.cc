@@ -19,6 +19,8 @@ constexpr DType kF32 = DType::kF32, kBf16 = DType::kBf16;
 class ShortConvCudaTest : public testing::CudaTest,
                           public ::testing::WithParamInterface<std::tuple<DType, int64_t, int64_t>> {};
 
+class ShortConvCudaLong : public testing::CudaTest {};
+
 TEST_P(ShortConvCudaTest, EqualsReference) {
   const auto [dtype, channels, taps] = GetParam();
   TensorPool host(1);
@@ -69,6 +71,40 @@ TEST_P(ShortConvCudaTest, PiecesAreTheWhole) {
     begin += count;
   }
   testing::expect_same_bits_on_device(pieces, whole);
+  device.expect_fences_intact();
+}
+
+// More rows than a block takes, ragged: the bits of each sequence alone, and the backward of the definition.
+TEST_F(ShortConvCudaLong, SequencesAreAlone) {
+  const std::vector<int32_t> lengths = {1500, 1, 3, 0, 700, 2200, 100};
+  const int64_t channels = 64, taps = 4;
+  TensorPool host(3);
+  CudaPool device;
+  const Sequences sequences = testing::sequences_of(host, lengths);
+  const int64_t rows = sequences.rows();
+  const Tensor x = random_as(host, kBf16, {rows, channels}), w = host.random(kF32, {channels, taps});
+  const ShortConv args{.x = device.copy(x, kBf16), .w = device.copy(w), .sequences = device.copy(sequences), .tail = {},
+                       .slots = {}, .y = device.output(kBf16, {rows, channels})};
+  launch(args, cuda_stream());
+  const Tensor alone = device.output(kBf16, {rows, channels});
+  for (int64_t b = 0; b < sequences.count(); ++b) {
+    const int64_t begin = sequences.begin(b), end = sequences.end(b);
+    ShortConv one = args;
+    one.x = args.x.slice(0, begin, end);
+    one.y = alone.slice(0, begin, end);
+    one.sequences = device.copy(testing::sequences_of(host, {static_cast<int32_t>(end - begin)}));
+    launch(one, cuda_stream());
+  }
+  testing::expect_same_bits_on_device(alone, args.y);
+  const Tensor dy = random_as(host, kBf16, {rows, channels});
+  const ShortConvBackward backward{.x = args.x, .w = args.w, .sequences = args.sequences, .dy = device.copy(dy, kBf16),
+                                   .dx = device.output(kBf16, {rows, channels}), .dw = device.zeros(kF32, {channels, taps})};
+  const ShortConvBackward expected{.x = x, .w = w, .sequences = sequences, .dy = dy,
+                                   .dx = host.output(kF32, {rows, channels}), .dw = host.zeros(kF32, {channels, taps})};
+  launch(backward, cuda_stream());
+  reference(expected);
+  expect_close(backward.dx, expected.dx);
+  expect_close(backward.dw, expected.dw);
   device.expect_fences_intact();
 }
 
