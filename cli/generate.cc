@@ -136,6 +136,7 @@ Run add_generate(CLI::App& app) {
   app.add_flag("--ignore-eos", flags->ignore_eos, "Go on after an end-of-sequence token");
   app.add_flag("!--no-weight-panels", flags->weight_panels, "Keep one copy of the weights: less memory, slower");
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
+  app.add_flag("--fp8-weights", flags->runtime.fp8_weights, "Linear layers in fp8, as rollout.fp8_weights");
   app.add_option("--device", flags->runtime.device, "cpu, cuda or cuda:N");
   app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [...]}");

@@ -64,6 +64,7 @@ Run add_logprobs(CLI::App& app) {
   app.add_option("--model", flags->runtime.model, "Model directory")->required();
   app.add_option("--ids", flags->ids, "Token ids, such as 5,9,17")->required();
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
+  app.add_flag("--fp8-weights", flags->runtime.fp8_weights, "Linear layers in fp8, as rollout.fp8_weights");
   app.add_option("--device", flags->runtime.device, "cpu, cuda or cuda:N");
   app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [null, ...]}");

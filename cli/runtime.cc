@@ -15,8 +15,11 @@ absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
   ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> host, kernels::Stream::create_cpu(flags.threads));
   ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *host));
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
-  if (stream->on_cuda()) {
-    ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream));
+  if (flags.fp8_weights && stream->on_cuda() && dtype != kernels::DType::kBf16) {
+    return absl::InvalidArgumentError("--fp8-weights: expected --dtype bf16 on a GPU");
+  }
+  if (stream->on_cuda() || flags.fp8_weights) {
+    ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream, flags.fp8_weights));
   }
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(*device, kArenaBytes));
   return Runtime{std::move(stream), std::move(loaded), std::move(model), std::move(arena)};

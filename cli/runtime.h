@@ -16,6 +16,7 @@ namespace slipstream::cli {
 struct RuntimeFlags {
   std::string model;
   std::string dtype = "fp32";
+  bool fp8_weights = false;    // linear layers in e4m3, as rollout.fp8_weights
   std::string device = "cpu";  // kernels::parse_device
   int threads = 2;
 };
@@ -29,7 +30,8 @@ struct Runtime {
   static absl::StatusOr<Runtime> open(const RuntimeFlags& flags);
   // One pass over `prepared`.
   model::Step step(const model::PreparedBatch& prepared, model::WeightPanels* panels = nullptr) {
-    return {*stream, arena, prepared, panels, model::activation_dtype(*stream, loaded.store.dtype())};
+    return {*stream, arena, prepared, panels, model::activation_dtype(*stream, loaded.store.dtype()),
+            &loaded.store.scales()};
   }
 };
 

@@ -4,7 +4,9 @@
 #include "kernels/copy/copy.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/moe_dispatch/moe_dispatch.h"
+#include "kernels/quantize/quantize.h"
 #include "kernels/rmsnorm/rmsnorm.h"
+#include "kernels/scaled_gemm/scaled_gemm.h"
 
 namespace slipstream::model {
 
@@ -30,7 +32,22 @@ Tensor panels_of(Step& step, const Tensor& w) {
   return step.panels != nullptr ? step.panels->of(w, step.stream) : Tensor();
 }
 
+void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& row_begin) {
+  const kernels::ArenaScope scope(step.arena);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Tensor codes = step.arena.alloc(kernels::DType::kF8E4M3, {rows, columns});
+  const Tensor scales = step.island({rows, (columns + kernels::kScaleColumns - 1) / kernels::kScaleColumns});
+  kernels::launch(kernels::Quantize{.x = x, .codes = codes, .scales = scales}, step.stream);
+  kernels::launch(kernels::ScaledGemm{.a = codes, .a_scales = scales, .b = w, .b_scales = step.scales->at(w.raw()),
+                                      .row_begin = row_begin, .c = y},
+                  step.stream);
+}
+
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias) {
+  if (w.dtype() == kernels::DType::kF8E4M3) {
+    CHECK(bias.empty());
+    return fp8_linear_into(step, x, w, y);
+  }
   kernels::launch(kernels::Gemm{.a = x, .b = w, .c = y, .bias = bias, .transpose_b = true,
                                 .b_panels = panels_of(step, w)},
                   step.stream);

@@ -19,6 +19,7 @@ struct Step {
   const PreparedBatch& batch;
   WeightPanels* panels = nullptr;  // of the weights in use: makes products of few rows faster; on the CPU only
   kernels::DType dtype = kernels::DType::kF32;  // of activations; f32 on the CPU
+  const WeightScales* scales = nullptr;         // of the weights in use that are e4m3
 
   Tensor alloc(std::initializer_list<int64_t> shape) { return arena.alloc(dtype, shape); }
   // What is fp32 whatever the activations are: model-spec's islands.
@@ -43,6 +44,9 @@ Tensor panels_of(Step& step, const Tensor& w);
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias = {});
 Tensor linear_island(Step& step, const Tensor& x, const Tensor& w);  // y is f32
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias = {});
+// The same for w e4m3, [N x K] without a bias or [E, N, K] with rows sorted by expert: x becomes e4m3 for the product, each
+// row by itself.
+void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& row_begin = {});
 // dx = dy w, and dx += dy w.
 Tensor input_grad(Step& step, const Tensor& dy, const Tensor& w);
 void input_grad_into(Step& step, const Tensor& dy, const Tensor& w, const Tensor& dx);

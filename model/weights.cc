@@ -1,6 +1,9 @@
 #include "model/weights.h"
 
+#include <algorithm>
 #include <cstring>
+
+#include "kernels/quantize/quantize.h"
 
 namespace slipstream::model {
 namespace {
@@ -8,6 +11,38 @@ namespace {
 using kernels::DType;
 
 constexpr int64_t kAlignment = 256;  // of an arena, at most
+constexpr int64_t kBlock = 128;      // rows and columns of an fp8 weight that share a scale
+constexpr int64_t kUploadBytes = int64_t{64} << 20;  // of a weight at a time, on its way to fp8
+
+// Of a matrix or of E of them.
+std::vector<int64_t> scales_shape(std::vector<int64_t> shape) {
+  for (size_t dim = shape.size() - 2; dim < shape.size(); ++dim) shape[dim] = (shape[dim] + kBlock - 1) / kBlock;
+  return shape;
+}
+
+void upload_as_fp8(const Tensor& from, const Tensor& codes, const Tensor& scales, kernels::Stream& stream) {
+  if (from.rank() == 3) {
+    for (int64_t e = 0; e < from.size(0); ++e) upload_as_fp8(from[e], codes[e], scales[e], stream);
+    return;
+  }
+  const int64_t rows = from.size(0), columns = from.size(1);
+  const int64_t block_bytes = kBlock * columns * kernels::size_of(from.dtype());
+  const int64_t rows_at_once = std::max<int64_t>(kUploadBytes / std::max<int64_t>(block_bytes, 1), 1) * kBlock;
+  for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
+    const int64_t end = std::min(begin + rows_at_once, rows);
+    kernels::Quantize part{.x = from.slice(0, begin, end), .codes = codes.slice(0, begin, end),
+                           .scales = scales.slice(0, begin / kBlock, (end + kBlock - 1) / kBlock), .block_rows = kBlock};
+    if (!stream.on_cuda()) {
+      kernels::launch(part, stream);
+      continue;
+    }
+    const kernels::ArenaScope scope(stream.workspace());
+    const Tensor there = stream.workspace().alloc(from.dtype(), {end - begin, columns});
+    stream.upload(part.x.raw(), there);
+    part.x = there;
+    kernels::launch(part, stream);
+  }
+}
 
 // Declares the parameters below one name prefix ("model.layers.3.").
 class Declarer {
@@ -17,6 +52,13 @@ class Declarer {
 
   void matrix(Tensor& slot, const char* name, std::vector<int64_t> shape) {
     declare(slot, name, std::move(shape), Storage::kMatrix, Init::kNormal);
+  }
+  // The weight of a linear layer; with a bias it is a matrix like others.
+  void linear(Tensor& slot, const char* name, std::vector<int64_t> shape, bool bias = false) {
+    Parameter p = make(name, std::move(shape), Storage::kMatrix, Init::kNormal, false);
+    p.linear = !bias;
+    p.parts = {{p.name, p.shape, 0, p.shape[0]}};
+    visit_(std::move(p), slot);
   }
   void frozen_matrix(Tensor& slot, const char* name, std::vector<int64_t> shape) {
     declare(slot, name, std::move(shape), Storage::kMatrix, Init::kNormal, /*frozen=*/true);
@@ -40,6 +82,7 @@ class Declarer {
     Parameter p = make(absl::StrCat("mlp.experts.", name).c_str(), {experts, rows, columns}, Storage::kMatrix,
                        Init::kNormal, false);
     p.expert = true;
+    p.linear = true;
     for (int64_t e = 0; e < experts; ++e) {
       p.parts.push_back({absl::StrCat(prefix_, "mlp.experts.", e, ".", name, ".weight"), {rows, columns}, e * rows,
                          (e + 1) * rows});
@@ -101,18 +144,18 @@ void declare_indexer(Declarer& d, const ModelConfig& config, IndexerWeights& w) 
 void declare_mla(Declarer& d, const ModelConfig& config, const LayerConfig& layer, MlaWeights& w) {
   const MlaConfig& mla = *config.mla;
   if (mla.q_lora_rank == 0) {
-    d.matrix(w.q_proj, "self_attn.q_proj.weight", {mla.heads * mla.qk(), config.hidden});
+    d.linear(w.q_proj, "self_attn.q_proj.weight", {mla.heads * mla.qk(), config.hidden});
   } else {
-    d.matrix(w.q_a, "self_attn.q_a_proj.weight", {mla.q_lora_rank, config.hidden});
+    d.linear(w.q_a, "self_attn.q_a_proj.weight", {mla.q_lora_rank, config.hidden}, mla.bias);
     if (mla.bias) d.island(w.q_a_bias, "self_attn.q_a_proj.bias", {mla.q_lora_rank}, Init::kZeros);
     d.island(w.q_a_norm, "self_attn.q_a_layernorm.weight", {mla.q_lora_rank}, Init::kOnes);
-    d.matrix(w.q_b, "self_attn.q_b_proj.weight", {mla.heads * mla.qk(), mla.q_lora_rank});
+    d.linear(w.q_b, "self_attn.q_b_proj.weight", {mla.heads * mla.qk(), mla.q_lora_rank});
   }
   d.matrix(w.kv_a, "self_attn.kv_a_proj_with_mqa.weight", {mla.key_width(), config.hidden});
   if (mla.bias) d.island(w.kv_a_bias, "self_attn.kv_a_proj_with_mqa.bias", {mla.key_width()}, Init::kZeros);
   d.island(w.kv_a_norm, "self_attn.kv_a_layernorm.weight", {mla.kv_lora_rank}, Init::kOnes);
   d.heads(w.kv_b, "self_attn.kv_b_proj.weight", mla.heads, mla.nope + mla.v, mla.kv_lora_rank);
-  d.matrix(w.o, "self_attn.o_proj.weight", {config.hidden, mla.heads * mla.v});
+  d.linear(w.o, "self_attn.o_proj.weight", {config.hidden, mla.heads * mla.v}, mla.bias);
   if (mla.bias) d.island(w.o_bias, "self_attn.o_proj.bias", {config.hidden}, Init::kZeros);
   if (layer.indexer == IndexerMode::kFull) declare_indexer(d, config, w.indexer);
 }
@@ -120,9 +163,9 @@ void declare_mla(Declarer& d, const ModelConfig& config, const LayerConfig& laye
 void declare_gqa(Declarer& d, const ModelConfig& config, GqaWeights& w) {
   const GqaConfig& gqa = *config.gqa;
   const int64_t q = gqa.heads * gqa.head_dim, kv = gqa.kv_heads * gqa.head_dim;
-  d.matrix(w.q, "self_attn.q_proj.weight", {q, config.hidden});
-  d.matrix(w.k, "self_attn.k_proj.weight", {kv, config.hidden});
-  d.matrix(w.v, "self_attn.v_proj.weight", {kv, config.hidden});
+  d.linear(w.q, "self_attn.q_proj.weight", {q, config.hidden}, gqa.bias);
+  d.linear(w.k, "self_attn.k_proj.weight", {kv, config.hidden}, gqa.bias);
+  d.linear(w.v, "self_attn.v_proj.weight", {kv, config.hidden}, gqa.bias);
   if (gqa.bias) {
     d.island(w.q_bias, "self_attn.q_proj.bias", {q}, Init::kZeros);
     d.island(w.k_bias, "self_attn.k_proj.bias", {kv}, Init::kZeros);
@@ -132,15 +175,15 @@ void declare_gqa(Declarer& d, const ModelConfig& config, GqaWeights& w) {
     d.island(w.q_norm, "self_attn.q_norm.weight", {gqa.head_dim}, Init::kOnes);
     d.island(w.k_norm, "self_attn.k_norm.weight", {gqa.head_dim}, Init::kOnes);
   }
-  d.matrix(w.o, "self_attn.o_proj.weight", {config.hidden, q});
+  d.linear(w.o, "self_attn.o_proj.weight", {config.hidden, q});
 }
 
 void declare_kda(Declarer& d, const ModelConfig& config, KdaWeights& w) {
   const KdaConfig& kda = *config.kda;
   const int64_t width = kda.heads * kda.head_dim;
-  d.matrix(w.q, "self_attn.q_proj.weight", {width, config.hidden});
-  d.matrix(w.k, "self_attn.k_proj.weight", {width, config.hidden});
-  d.matrix(w.v, "self_attn.v_proj.weight", {width, config.hidden});
+  d.linear(w.q, "self_attn.q_proj.weight", {width, config.hidden});
+  d.linear(w.k, "self_attn.k_proj.weight", {width, config.hidden});
+  d.linear(w.v, "self_attn.v_proj.weight", {width, config.hidden});
   d.convolutions(w.conv, width, kda.conv_width);
   d.matrix(w.b, "self_attn.b_proj.weight", {kda.heads, config.hidden});
   d.matrix(w.f_a, "self_attn.f_a_proj.weight", {kda.head_dim, config.hidden});
@@ -150,13 +193,13 @@ void declare_kda(Declarer& d, const ModelConfig& config, KdaWeights& w) {
   d.matrix(w.g_a, "self_attn.g_a_proj.weight", {kda.head_dim, config.hidden});
   d.matrix(w.g_b, "self_attn.g_b_proj.weight", {width, kda.head_dim});
   d.island(w.o_norm, "self_attn.o_norm.weight", {kda.head_dim}, Init::kOnes);
-  d.matrix(w.o, "self_attn.o_proj.weight", {config.hidden, width});
+  d.linear(w.o, "self_attn.o_proj.weight", {config.hidden, width});
 }
 
 void declare_mlp(Declarer& d, const char* prefix, int64_t hidden, int64_t intermediate, MlpWeights& w) {
-  d.matrix(w.gate, absl::StrCat(prefix, "gate_proj.weight").c_str(), {intermediate, hidden});
-  d.matrix(w.up, absl::StrCat(prefix, "up_proj.weight").c_str(), {intermediate, hidden});
-  d.matrix(w.down, absl::StrCat(prefix, "down_proj.weight").c_str(), {hidden, intermediate});
+  d.linear(w.gate, absl::StrCat(prefix, "gate_proj.weight").c_str(), {intermediate, hidden});
+  d.linear(w.up, absl::StrCat(prefix, "up_proj.weight").c_str(), {intermediate, hidden});
+  d.linear(w.down, absl::StrCat(prefix, "down_proj.weight").c_str(), {hidden, intermediate});
 }
 
 void declare_moe(Declarer& d, const ModelConfig& config, MoeWeights& w) {
@@ -238,7 +281,12 @@ absl::StatusOr<WeightStore> WeightStore::create(
     const std::function<std::optional<DType>(const Parameter&)>& dtype_of, kernels::Device device) {
   int64_t bytes = kAlignment;
   for (const Parameter& p : list_parameters(config, with_mtp)) {
-    if (const std::optional<DType> dtype = dtype_of(p)) bytes += p.numel() * kernels::size_of(*dtype) + kAlignment;
+    const std::optional<DType> dtype = dtype_of(p);
+    if (!dtype) continue;
+    bytes += p.numel() * kernels::size_of(*dtype) + kAlignment;
+    if (*dtype != DType::kF8E4M3) continue;
+    const std::vector<int64_t> scales = scales_shape(p.shape);
+    bytes += Tensor(nullptr, DType::kF32, scales.data(), static_cast<int>(scales.size())).bytes() + kAlignment;
   }
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(device, bytes));
   WeightStore store(std::move(arena));
@@ -246,6 +294,8 @@ absl::StatusOr<WeightStore> WeightStore::create(
   visit_parameters(config, store.weights_, with_mtp, [&](Parameter parameter, Tensor& slot) {
     if (const std::optional<DType> dtype = dtype_of(parameter)) {
       slot = store.arena_.alloc(*dtype, parameter.shape);
+      if (*dtype == DType::kF8E4M3)
+        store.scales_[slot.raw()] = store.arena_.alloc(DType::kF32, scales_shape(parameter.shape));
     }
     store.entries_.push_back({std::move(parameter), slot});
   });
@@ -271,10 +321,12 @@ absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& con
   }, device);
 }
 
-absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kernels::Stream& stream) const {
+absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kernels::Stream& stream, bool fp8) const {
   size_t next = 0;  // create() asks for every parameter twice, in the order of the entries
-  const auto dtype_of = [&](const Parameter&) {
+  const auto dtype_of = [&](const Parameter& p) {
     const Tensor& tensor = entries_[next++ % entries_.size()].tensor;
+    const bool multiplied = !stream.on_cuda() || p.shape.back() % 16 == 0;  // by ScaledGemm
+    if (fp8 && p.linear && multiplied) return std::optional(DType::kF8E4M3);
     return tensor.empty() ? std::nullopt : std::optional<DType>(tensor.dtype());
   };
   ASSIGN_OR_RETURN(WeightStore copy, create(config, with_mtp_, dtype_of, stream.device()));
@@ -285,13 +337,21 @@ absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kern
 
 void WeightStore::upload_to(const WeightStore& device, kernels::Stream& stream) const {
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (!entries_[i].tensor.empty()) stream.upload(entries_[i].tensor.raw(), device.entries_[i].tensor);
+    const Tensor &from = entries_[i].tensor, &to = device.entries_[i].tensor;
+    if (from.empty()) continue;
+    if (from.dtype() == to.dtype()) {
+      stream.upload(from.raw(), to);
+    } else {
+      upload_as_fp8(from, to, device.scales_.at(to.raw()), stream);
+    }
   }
 }
 
 void WeightStore::download_from(const WeightStore& device, kernels::Stream& stream) const {
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (!entries_[i].tensor.empty()) stream.download(device.entries_[i].tensor, entries_[i].tensor.raw());
+    if (entries_[i].tensor.empty()) continue;
+    CHECK(device.entries_[i].tensor.dtype() == entries_[i].tensor.dtype());
+    stream.download(device.entries_[i].tensor, entries_[i].tensor.raw());
   }
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "common/status.h"
@@ -131,6 +132,7 @@ struct Parameter {
   int64_t layer = -1;          // -1: outside the layers; num_hidden_layers: the MTP block
   bool frozen = false;         // gets no gradient by default: the router bias and the indexer
   bool expert = false;         // one of E alike, of which a token uses a few
+  bool linear = false;         // a large matrix that is nothing but the weight of a linear layer without bias: may be fp8
   Init init = Init::kNormal;
   std::vector<FilePart> parts;
   int64_t numel() const;
@@ -143,6 +145,9 @@ void visit_parameters(const ModelConfig& config, ModelWeights& weights, bool wit
 // The list alone.
 std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp);
 
+// The scales of weights that are e4m3 (kernels/quantize/quantize.h), by the address of the weight.
+using WeightScales = std::unordered_map<const void*, Tensor>;
+
 // Owns the memory of a set of weights or gradients. Movable; tensors stay where they are.
 class WeightStore {
  public:
@@ -153,9 +158,11 @@ class WeightStore {
   static absl::StatusOr<WeightStore> create_gradients(const ModelConfig& config, bool with_mtp,
                                                       bool train_frozen = false, kernels::Device device = {});
 
-  // The same tensors on the stream's device, with their values. `this` is on the CPU.
-  absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream) const;
-  // The values alone, to a store that copy_to() made, and back from one.
+  // The same tensors on the stream's device, with their values. `this` is on the CPU. fp8: large matrices of linear layers
+  // become e4m3 with scales of 128 x 128 blocks. (Weights that were such before get their codes back, where a block's largest
+  // is 448.)
+  absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream, bool fp8 = false) const;
+  // The values alone, to a store that copy_to() made, and back from one (not fp8).
   void upload_to(const WeightStore& device, kernels::Stream& stream) const;
   void download_from(const WeightStore& device, kernels::Stream& stream) const;
 
@@ -167,8 +174,9 @@ class WeightStore {
     Tensor tensor;
   };
   const std::vector<Entry>& entries() const { return entries_; }
+  const WeightScales& scales() const { return scales_; }  // empty without fp8
   bool with_mtp() const { return with_mtp_; }
-  kernels::DType dtype() const { return dtype_; }
+  kernels::DType dtype() const { return dtype_; }  // of matrices that are not fp8
   // Every tensor, for the next step's gradients; without a stream on the CPU.
   void zero() const;
   void zero(kernels::Stream& stream) const;
@@ -182,6 +190,7 @@ class WeightStore {
   kernels::Arena arena_;
   ModelWeights weights_;
   std::vector<Entry> entries_;
+  WeightScales scales_;
   bool with_mtp_ = false;
   kernels::DType dtype_ = kernels::DType::kF32;
 };

@@ -60,8 +60,11 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
   out->arena_ = std::make_unique<kernels::Arena>(std::move(arena));
   ASSIGN_OR_RETURN(kernels::Arena host_arena, kernels::Arena::create_cpu(kHostArenaBytes));
   out->host_arena_ = std::make_unique<kernels::Arena>(std::move(host_arena));
-  if (out->stream_->on_cuda()) {
-    ASSIGN_OR_RETURN(out->on_device_, out->weights_->copy_to(config, *out->stream_));
+  if (engine.fp8_weights && out->stream_->on_cuda() && dtype != kernels::DType::kBf16) {
+    return absl::InvalidArgumentError("rollout.fp8_weights: true, expected false unless model.dtype is bf16");
+  }
+  if (out->stream_->on_cuda() || engine.fp8_weights) {
+    ASSIGN_OR_RETURN(out->on_device_, out->weights_->copy_to(config, *out->stream_, engine.fp8_weights));
   } else if (engine.weight_panels) {
     ASSIGN_OR_RETURN(out->panels_, model::WeightPanels::create(*out->weights_));
   }
@@ -303,7 +306,8 @@ void Engine::step(const std::vector<Piece>& pieces) {
       model::prepare_batch(model_config_, batch, cache_.get(), *arena_, *stream_);
   CHECK_OK(prepared.status());  // requests were checked, room was reserved
   model::Step step{*stream_, *arena_, *prepared, panels_ ? &*panels_ : nullptr,
-                   model::activation_dtype(*stream_, weights_->dtype())};
+                   model::activation_dtype(*stream_, weights_->dtype()),
+                   on_device_ ? &on_device_->scales() : nullptr};
   std::vector<Generation*> drawing;
   std::vector<int32_t> drawing_rows;
   for (int32_t row = -1; const Piece& piece : pieces) {

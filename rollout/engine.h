@@ -34,6 +34,7 @@ struct EngineConfig {
   int64_t cache_tokens = 65536;      // rows of the cache, over all sequences
   int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
+  bool fp8_weights = false;  // linear layers in e4m3 (WeightStore::copy_to); log-probs are then no longer the learner's bits
   bool weight_panels = true;  // CPU: a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
 };
 
@@ -124,7 +125,7 @@ class Engine {
   std::unique_ptr<kernels::Arena> arena_;       // of a pass, on the device
   std::unique_ptr<kernels::Arena> host_arena_;  // what is fetched from it
   Weights weights_;                             // in host memory
-  std::optional<model::WeightStore> on_device_;  // the same on a GPU: passes read these
+  std::optional<model::WeightStore> on_device_;  // the same on a GPU, or in fp8: passes read these
   std::optional<model::WeightPanels> panels_;  // of weights_
   model::DecodeGraphs decode_graphs_;          // of passes over on_device_
   int32_t policy_version_ = 0;

@@ -46,6 +46,7 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read("prefix_sessions_max", &c.engine.prefix_sessions_max, 0, 1'000'000);
   rollout.read_choice("on_update", &c.engine.on_update,
                       {{"recompute", OnUpdate::kRecompute}, {"keep", OnUpdate::kKeep}});
+  rollout.read("fp8_weights", &c.engine.fp8_weights);
   rollout.read("weight_panels", &c.engine.weight_panels);
   rollout.read("drain_timeout_ms", &c.drain_timeout_ms, 0);
   rollout.read("weights_poll_ms", &c.weights_poll_ms, 100);

@@ -128,6 +128,24 @@ TEST(QuantizeTest, ZerosTinyAndHugeValues) {
   }
 }
 
+// What a checkpoint in FP8 goes through on its way to a worker: values rounded to bf16 get their codes back.
+TEST(QuantizeTest, CodesSurviveBf16) {
+  TensorPool pool(5);
+  const int64_t rows = 256, columns = 384;
+  const Quantize first{pool.random(DType::kF32, {rows, columns}),
+                       pool.output(DType::kF8E4M3, {rows, columns}), pool.output(DType::kF32, {2, 3}), 128};
+  reference(first);
+  const Tensor values = pool.zeros(DType::kBf16, {rows, columns});
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    const float scale = first.scales.row(i / columns / 128)[i % columns / 128];
+    values.bf()[i] = to_bf16(to_f32(first.codes.data<e4m3>()[i]) * scale);
+  }
+  const Quantize again{values, pool.output(DType::kF8E4M3, {rows, columns}), pool.output(DType::kF32, {2, 3}),
+                       128};
+  reference(again);
+  testing::expect_same_bits(again.codes, first.codes);
+}
+
 TEST(QuantizeTest, ExpertsAreMatrices) {
   TensorPool pool(3);
   const Quantize args{.x = pool.random(DType::kBf16, {3, 130, 140}),

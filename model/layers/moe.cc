@@ -11,9 +11,13 @@ namespace {
 // rows [R, K] times each expert's w [E, N, K].
 Tensor grouped_linear(Step& step, const Tensor& rows, const Tensor& w, const Tensor& row_begin) {
   const Tensor y = step.alloc({rows.size(0), w.size(1)});
-  kernels::launch(kernels::GroupedGemm{.x = rows, .w = w, .row_begin = row_begin, .y = y,
-                                       .w_panels = panels_of(step, w)},
-                  step.stream);
+  if (w.dtype() == kernels::DType::kF8E4M3) {
+    fp8_linear_into(step, rows, w, y, row_begin);
+  } else {
+    kernels::launch(kernels::GroupedGemm{.x = rows, .w = w, .row_begin = row_begin, .y = y,
+                                         .w_panels = panels_of(step, w)},
+                    step.stream);
+  }
   return y;
 }
 

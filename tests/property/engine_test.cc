@@ -36,6 +36,10 @@ class Bench {
     CHECK_OK(out.status());
     return *std::move(out);
   }
+  // From now on weights are fp8 copies of what they were.
+  void use_fp8() {
+    for (Engine::Weights& w : weights) w = std::make_shared<model::WeightStore>(*w->copy_to(config, *stream_, /*fp8=*/true));
+  }
   // Log-probs of ids[1..] in one training-style forward, with these choices when there are some.
   std::vector<float> logprobs(const std::vector<int32_t>& ids, const model::WeightStore& store,
                               float temperature, const std::vector<model::DecodedReplay>* replay = nullptr) {
@@ -46,6 +50,7 @@ class Bench {
         model::prepare_batch(config, batch, nullptr, arena_, *stream_);
     CHECK_OK(prepared.status());
     model::Step step{*stream_, arena_, *prepared};
+    step.scales = &store.scales();
     model::SavedForward saved;
     model::ForwardOptions options;
     model::Choices choices;
@@ -258,6 +263,31 @@ INSTANTIATE_TEST_SUITE_P(Families, EngineExactnessTest,
                                                               "glm_moe_dsa", "glm_moe_dsa indexshare groups",
                                                               "glm4_moe"),
                                             ::testing::Values(DType::kF32, DType::kBf16)));
+
+// With fp8_weights the bits are those of a forward with fp8 copies of the weights, also of such as arrive half-way; the
+// trainer's are others.
+TEST(EngineTest, Fp8LogprobsAreThoseOfFp8Weights) {
+  for (const char* name : {"glm5_next", "glm_moe_dsa", "glm4_moe"}) {
+    Bench bench(name, DType::kBf16, 2);
+    const std::unique_ptr<Engine> engine = bench.engine({.max_running = 3, .step_tokens_max = 16, .fp8_weights = true});
+    std::vector<std::vector<int32_t>> prompts;
+    std::vector<std::shared_ptr<RecordingSink>> sinks;
+    for (int r = 0; r < 4; ++r) {
+      prompts.push_back(model::testing::test_tokens(bench.config, 20, 40 + static_cast<uint64_t>(r)));
+      sinks.push_back(submit(*engine, request_of(absl::StrCat("r", r), prompts.back(), 30), [&, r](size_t n) {
+        if (r == 1 && n == 20) engine->offer_weights(bench.weights[1], 1);
+      }));
+    }
+    for (const auto& sink : sinks) ASSERT_TRUE(sink->wait().ok());
+    const std::vector<float> trainers =
+        bench.logprobs(joined(prompts[0], sinks[0]->ids()), *bench.weights[0], /*temperature=*/0.8f);
+    EXPECT_NE(sinks[0]->tokens[0].logprob, trainers[prompts[0].size() - 1]) << name;
+    bench.use_fp8();
+    int compared = 0;
+    for (size_t r = 0; r < sinks.size(); ++r) compared += expect_trainers_bits(bench, prompts[r], *sinks[r], 0.8f);
+    EXPECT_GT(compared, 60) << name;
+  }
+}
 
 // Case C9: the engine goes from 3 to 4 after 2 of 5 tokens.
 TEST(EngineTest, VersionsFollowTheWeights) {

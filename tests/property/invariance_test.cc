@@ -1,7 +1,7 @@
 // Goal: a token's log-prob has the same bits however its sequence reaches the model: in one prefill, in pieces, token by
 // token, in a batch with others, as a training forward, with a forked cache, from panels of the weights or without, on one
-// thread or two; for every family, in fp32 and bf16. On a CUDA device too, where there is one: then activations are bf16 with
-// the weights.
+// thread or two; for every family, in fp32 and bf16, and with linear layers in fp8. On a CUDA device too, where there is one:
+// then activations are bf16 with the weights.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -22,7 +22,7 @@ using testing::TestModel;
 
 constexpr int64_t kLength = 300;
 
-enum class Where { kCpu, kCuda };
+enum class Where { kCpu, kCpuFp8, kCuda, kCudaFp8 };
 
 kernels::Stream* cuda_stream() {  // null without a device
   static const absl::StatusOr<std::unique_ptr<kernels::Stream>> stream = kernels::Stream::create_cuda(0);
@@ -57,7 +57,7 @@ std::vector<std::vector<float>> run(TestModel& m, const std::vector<Piece>& piec
   kernels::Stream& stream = cuda ? *cuda_stream() : stream_of(threads);
   const absl::StatusOr<PreparedBatch> prepared = prepare_batch(m.config(), batch, cache, m.arena, stream);
   CHECK_OK(prepared.status());
-  Step step{stream, m.arena, *prepared, panels, cuda ? m.loaded.store.dtype() : DType::kF32};
+  Step step{stream, m.arena, *prepared, panels, cuda ? m.loaded.store.dtype() : DType::kF32, &m.loaded.store.scales()};
   SavedForward saved;
   const Tensor hidden = m.model->forward(m.weights(), step, training ? &saved : nullptr);
   const Tensor logprob = m.model->log_probs(m.weights(), hidden, step.upload(targets), 1.0f, false, step).logprob;
@@ -99,12 +99,16 @@ class InvarianceTest : public ::testing::TestWithParam<std::tuple<std::string, D
  protected:
   InvarianceTest() : m_(make_test_model(std::get<0>(GetParam()), std::get<1>(GetParam()))) {}
 
-  bool cuda() const { return std::get<2>(GetParam()) == Where::kCuda; }
+  Where where() const { return std::get<2>(GetParam()); }
+  bool cuda() const { return where() == Where::kCuda || where() == Where::kCudaFp8; }
+  bool fp8() const { return where() == Where::kCpuFp8 || where() == Where::kCudaFp8; }
   void SetUp() override {
     if (cuda()) {
       if (cuda_stream() == nullptr) GTEST_SKIP() << kernels::Stream::create_cuda(0).status().message();
-      m_.loaded.store = *m_.loaded.store.copy_to(m_.config(), *cuda_stream());
+      m_.loaded.store = *m_.loaded.store.copy_to(m_.config(), *cuda_stream(), fp8());
       m_.arena = *kernels::Arena::create(cuda_stream()->device(), int64_t{1} << 30);
+    } else if (fp8()) {
+      m_.loaded.store = *m_.loaded.store.copy_to(m_.config(), stream_of(2), /*fp8=*/true);
     }
     tokens_ = testing::test_tokens(m_.config(), kLength, 5);
     whole_ = run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2)[0];
@@ -149,7 +153,7 @@ TEST_P(InvarianceTest, ChunkedPrefill) {
 TEST_P(InvarianceTest, TokenByToken) { expect_same(in_pieces({1}, 1), whole_, "decode"); }
 
 TEST_P(InvarianceTest, FromPanels) {
-  if (cuda()) GTEST_SKIP() << "panels of weights are the CPU's";
+  if (cuda() || fp8()) GTEST_SKIP() << "panels of weights are the CPU's, and not of fp8";
   WeightPanels panels = *WeightPanels::create(m_.loaded.store);
   expect_same(run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2, /*training=*/false, &panels)[0], whole_, "panels");
   expect_same(in_pieces({1}, 1, &panels), whole_, "decode from panels");
@@ -245,10 +249,16 @@ TEST_P(InvarianceTest, ForkedCache) {
 INSTANTIATE_TEST_SUITE_P(Families, InvarianceTest,
                          ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(Where::kCpu)));
+INSTANTIATE_TEST_SUITE_P(Fp8Families, InvarianceTest,
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kBf16),
+                                            ::testing::Values(Where::kCpuFp8)));
 #ifdef SLIPSTREAM_HAS_CUDA
 INSTANTIATE_TEST_SUITE_P(CudaFamilies, InvarianceTest,
                          ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(Where::kCuda)));
+INSTANTIATE_TEST_SUITE_P(CudaFp8Families, InvarianceTest,
+                         ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kBf16),
+                                            ::testing::Values(Where::kCudaFp8)));
 #endif
 
 }  // namespace
