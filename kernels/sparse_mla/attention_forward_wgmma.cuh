@@ -1,11 +1,15 @@
 // Attention over latents on Hopper: bf16, one key row a position whose first 512 columns are the value too,
 // up to 64 heads of one query at a time.
 //
-// The arithmetic of a head: its keys in blocks of 64, ascending. A score is one chain of products over
-// sixteen columns at a time. Weights are 2^(scaled score - top). `top` follows a block's largest score only
-// where that lies more than kTopSlack above it: what has been added up is then rarely rescaled, and weights
-// stay below 2^kTopSlack. o is one chain over blocks and sixteens of keys; the sum of weights is four
-// chains, a lane each. None of it depends on the other queries, nor on how many there are.
+// The arithmetic of a head, whichever kernel does it: its keys in blocks of 64, ascending. A score is one
+// chain of products over sixteen columns at a time. Weights are 2^(scaled score - top). `top` follows a
+// block's largest score only where that lies more than kTopSlack above it: what has been added up is then
+// rarely rescaled, and weights stay below 2^kTopSlack. o is one chain over blocks and sixteens of keys; the
+// sum of weights is four chains, a lane each. None of it depends on the other queries.
+//
+// attend_latents does all of it in one block of threads. For few queries two kernels share a query out among
+// many multiprocessors without cutting a chain: score_latents by blocks of keys, weigh_latents by columns of
+// o.
 #pragma once
 
 #include "kernels/cuda/wgmma_products.cuh"
@@ -23,12 +27,14 @@ using LatentView = AttentionView<bf16, bf16>;
 
 // --- Shares of the work ---
 
-// Block (x, y) of threads attends for queries x, x + gridDim.x, ... and 64 heads from 64 y on.
+// Which keys a block of threads is for, of each query blockIdx.x + i gridDim.x: blocks [z span, (z + 1) span)
+// of their lists. And which heads: 64 from 64 blockIdx.y on.
 struct LatentShare {
-  int queries;
+  int queries, span;
   float scale;  // of scores as powers of 2
 
-  static __device__ __forceinline__ int blocks(int keys) { return (keys + kLatentKeys - 1) / kLatentKeys; }
+  __device__ int begin() const { return static_cast<int>(blockIdx.z) * span; }
+  __device__ int end(int keys) const { return min(begin() + span, (keys + kLatentKeys - 1) / kLatentKeys); }
 };
 __device__ __forceinline__ int first_head() { return static_cast<int>(blockIdx.y) * kLatentHeads; }
 __device__ __forceinline__ int next_query(int t) { return t + static_cast<int>(gridDim.x); }
@@ -61,12 +67,10 @@ __device__ __forceinline__ int row_of_thread() {
 struct SoftmaxRows {
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 
-  // From the products of queries and keys to weights, as wgmma lays both out; the first `count` keys exist.
-  // What was added up before is to be multiplied by `rescale`. take(j, r, pair) gets columns 8j + 2 (thread %
-  // 4) and + 1 of row r.
-  template <class Take>
+  // From the products of queries and keys to weights, as wgmma lays out both; the first `count` keys exist.
+  // What was added up before is to be multiplied by `rescale`.
   __device__ __forceinline__ void add(float (&scores)[32], int count, float scale, float (&rescale)[2],
-                                      const Take& take) {
+                                      uint32_t (&weights)[4][4]) {
     if (count < kLatentKeys) {
       const int column = static_cast<int>(thread_again() % 4 * 2);
 #pragma unroll
@@ -100,7 +104,7 @@ struct SoftmaxRows {
         const float low = exp2_fast(fmaf(scores[4 * j + 2 * r], scale, -top[r]));
         const float high = exp2_fast(fmaf(scores[4 * j + 2 * r + 1], scale, -top[r]));
         sum[r] += low + high;
-        take(j, r, pack_bf16(low, high));
+        weights[j / 2][j % 2 * 2 + r] = pack_bf16(low, high);
       }
     }
   }
@@ -145,19 +149,23 @@ __device__ __forceinline__ void store_rows(const LatentView& view, int t, int co
 
 // --- Rows to shared memory ---
 
-// One of 128 threads that copy 64 rows: 16 bytes of each tile's row `row` + 16 i.
+// One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
 struct RowCopier {
-  int row = static_cast<int>(threadIdx.x) % 128 / 8, chunk = static_cast<int>(threadIdx.x) % 8;
+  static __device__ __forceinline__ int row() { return static_cast<int>(thread_again() % 128 / 8); }
+  static __device__ __forceinline__ int chunk() { return static_cast<int>(thread_again() % 8); }
 
-  // Null: zeros, since what does not exist must not be NaN.
-  template <int kTiles>
-  __device__ __forceinline__ void copy(unsigned char* tiles, const bf16* const (&rows)[4], int column,
-                                       const void* valid) const {
-    const uint32_t to = shared_address(tiles) + static_cast<uint32_t>(row * 128 + ((chunk ^ (row & 7)) << 4));
+  // source(i) is where the row begins; null: zeros, since what does not exist must not be NaN.
+  template <int kTiles, class Source>
+  static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const void* valid,
+                                              const Source& source) {
+    const uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
+                                                                       static_cast<uint32_t>(chunk()));
+    column += chunk() * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool present = rows[i] != nullptr;
-      const bf16* const from = present ? rows[i] + column : static_cast<const bf16*>(valid);
+      const bf16* const begin = source(i);
+      const bool present = begin != nullptr;
+      const bf16* const from = present ? begin + column : static_cast<const bf16*>(valid);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), from + tile * 64,
@@ -165,30 +173,57 @@ struct RowCopier {
       }
     }
   }
-  // Which rows of the store a block of keys is, of the thread's; -1: none.
-  __device__ __forceinline__ void find_keys(const LatentView& view, const KeyList& list, int block,
-                                            int (&keys)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int entry = block * kLatentKeys + row + 16 * i;
-      keys[i] = entry < list.count ? list.position(entry) : -1;
-    }
-    const int32_t* const table = view.keys.table + list.sequence * view.keys.table_stride;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (keys[i] >= 0)
-        keys[i] = table[keys[i] / kPageRows] * static_cast<int>(kPageRows) + keys[i] % kPageRows;
-    }
+};
+
+// Where the keys of a query's blocks lie, found in time: the list and the table of pages each take as long to
+// answer as a block takes to be attended to. A lane looks for one of its warp's sixteen rows.
+class KeyFinder {
+ public:
+  __device__ __forceinline__ KeyFinder(const LatentView& view, const KeyList& list, int block)
+      : view_(view), list_(list), block_(block) {
+    const int first = position(block), second = position(block + 1);
+    later_ = position(block + 2);
+    next_ = row(first);
+    found_ = row(second);
   }
-  __device__ __forceinline__ void key_rows(const LatentView& view, const int (&keys)[4],
-                                           const bf16* (&rows)[4]) const {
+  // To be called before each block. Exchanges come before the block's copies, behind which they would queue.
+  __device__ __forceinline__ void advance() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t at =
-          keys[i] / kPageRows * view.keys.page_stride + keys[i] % kPageRows * view.keys.row_stride;
-      rows[i] = keys[i] < 0 ? nullptr : view.keys.pool + at + chunk * 8;
+      before_[i] = this_[i];
+      this_[i] = __shfl_sync(~0u, next_, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
     }
+    next_ = found_;
+    found_ = row(later_);
+    later_ = position(block_ + 3);
+    ++block_;
   }
+  // For RowCopier: the key rows of this block, or of the block before.
+  __device__ __forceinline__ const bf16* source(int i) const { return at(this_[i]); }
+  __device__ __forceinline__ const bf16* source_before(int i) const { return at(before_[i]); }
+
+ private:
+  __device__ __forceinline__ int position(int block) const {
+    const uint32_t thread = thread_again();
+    const int entry =
+        block * kLatentKeys + static_cast<int>(thread % 128 / kWarp * 4 + thread % 4 + thread % 16 / 4 * 16);
+    return entry < list_.count ? list_.position(entry) : -1;
+  }
+  __device__ __forceinline__ int row(int position) const {
+    if (position < 0) return -1;
+    return view_.keys.table[list_.sequence * view_.keys.table_stride + position / kPageRows] *
+               static_cast<int>(kPageRows) +
+           position % static_cast<int>(kPageRows);
+  }
+  __device__ __forceinline__ const bf16* at(int row) const {
+    if (row < 0) return nullptr;
+    return view_.keys.pool + row / kPageRows * view_.keys.page_stride +
+           row % kPageRows * view_.keys.row_stride;
+  }
+
+  const LatentView& view_;
+  const KeyList list_;
+  int block_, later_, next_, found_, this_[4] = {-1, -1, -1, -1}, before_[4] = {-1, -1, -1, -1};
 };
 
 // --- Scores ---
@@ -238,66 +273,63 @@ struct LatentShared {
 template <bool kRope>
 __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const LatentView& view,
                                               const LatentShare& share) {
-  const RowCopier copier;
   Ring<kLatentStages> stage;
   Ring<2> last;
   Ring<1> query;
-  const bf16* rows[4];
-  bool behind = false;  // the last tile of `rows` is still to be copied
-  const auto copy_last = [&] {
-    if constexpr (kRope) copier.copy<1>(shared.last[last.place], rows, kLatentWidth, view.keys.pool);
-    barrier_arrive_after_copies(&shared.last_full[last.place]);
-    last.advance();
-  };
+  const bf16* const valid = view.keys.pool;
   const auto await_stage = [&] {
-    barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);  // passes in the first round
-    if (behind) copy_last();
-    behind = false;
-  };
-  const auto copy_latents = [&] {
-    copier.copy<kLatentTiles>(shared.stages[stage.place][0], rows, 0, view.keys.pool);
-  };
+    barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
+  };  // passes at first
   const auto done = [&] {
     barrier_arrive_after_copies(&shared.full[stage.place]);
     stage.advance();
   };
+  const auto copy_last = [&](const auto& source) {
+    if constexpr (kRope) RowCopier::copy<1>(shared.last[last.place], kLatentWidth, valid, source);
+    barrier_arrive_after_copies(&shared.last_full[last.place]);
+    last.advance();
+  };
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
     const KeyList list = keys_of(view, t);
-    const int end = LatentShare::blocks(list.count);
-    if (end == 0) continue;
+    const int begin = share.begin(), end = share.end(list.count);
+    if (begin >= end) continue;
+    const auto head = [&](int i) {
+      const int h = first_head() + RowCopier::row() + 16 * i;
+      return h < view.heads ? view.q.at(t, h) : nullptr;
+    };
+    KeyFinder keys(view, list, begin);
     await_stage();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int head = first_head() + copier.row + 16 * i;
-      rows[i] = head < view.heads ? view.q.at(t, head) + copier.chunk * 8 : nullptr;
-    }
-    copy_latents();
+    RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, valid, head);
     if constexpr (kRope) {
       barrier_wait(&shared.queries_empty, query.parity ^ 1);
       const uint32_t to =
-          shared_address(shared.queries[kLatentWidth / 16 - kHeldSteps + copier.chunk / 2]) +
-          static_cast<uint32_t>(copier.row / 8 * 256 + copier.chunk % 2 * 128 + copier.row % 8 * 16);
+          shared_address(shared.queries[kLatentWidth / 16 - kHeldSteps + RowCopier::chunk() / 2]) +
+          static_cast<uint32_t>(RowCopier::row() / 8 * 256 + RowCopier::chunk() % 2 * 128 +
+                                RowCopier::row() % 8 * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool present = rows[i] != nullptr;
-        copy_async(to + static_cast<uint32_t>(i * 512), present ? rows[i] + kLatentWidth : view.keys.pool,
-                   present ? 16 : 0);
+        const bf16* const from = head(i);
+        const bool present = from != nullptr;
+        copy_async(to + static_cast<uint32_t>(i * 512),
+                   present ? from + kLatentWidth + RowCopier::chunk() * 8 : valid, present ? 16 : 0);
       }
       query.advance();
     }
     done();
-    for (int block = 0; block < end; ++block) {
-      int keys[4];
-      copier.find_keys(view, list, block, keys);
+    for (int block = begin; block < end; ++block) {
+      keys.advance();
       await_stage();
-      copier.key_rows(view, keys, rows);
-      copy_latents();
+      if (block > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
+      RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, valid,
+                                    [&](int i) { return keys.source(i); });
       done();
-      behind = block >= 2;
-      if (!behind) copy_last();
+      if (block < begin + 2) copy_last([&](int i) { return keys.source(i); });
+    }
+    if (end > begin + 2) {
+      await_stage();
+      copy_last([&](int i) { return keys.source(i); });
     }
   }
-  if (behind) await_stage();
 }
 
 // 64 queries against keys in a stage. Those in registers need not be fetched from shared memory for every
@@ -401,13 +433,16 @@ __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const
         previous = stage;
         if (kRope) LatentQueries<kRope>::sync();  // all have awaited the products with the last tile
         float rescale[2];
+        uint32_t weights[4][4];
+        rows.add(scores, left, share.scale, rescale, weights);
+        const uint32_t thread = thread_again();
         const int row = row_of_thread();
-        const uint32_t to = shared_address(shared.last[last.place]) + static_cast<uint32_t>(row) * 128 +
-                            thread_again() % 4 * 4;
-        rows.add(scores, left, share.scale, rescale, [&](int j, int r, uint32_t pair) {
-          const uint32_t at = to + static_cast<uint32_t>(r * 8 * 128 + ((j ^ (row & 7)) << 4));
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
-        });
+        const SwizzledTile tile{shared_address(shared.last[last.place]), 128};
+#pragma unroll
+        for (uint32_t k = 0; k < 4; ++k) {
+          store_tiles(tile.chunk(thread % 128 / kWarp * 16 + thread % 16, k * 2 + thread % kWarp / 16),
+                      weights[k]);
+        }
         if (thread_again() % 4 == 0) {
           shared.rescale[last.place][row] = rescale[0];
           shared.rescale[last.place][row + 8] = rescale[1];
@@ -441,7 +476,7 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
   Ring<kLatentStages> stage;
   Ring<2> last;
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
-    const int end = LatentShare::blocks(key_count(view, t));
+    const int end = share.end(key_count(view, t));
     float o[2][64] = {}, factor[2] = {0.0f, 0.0f};
     if (end > 0) stage.advance();  // the queries
     for (int block = 0; block < end; ++block) {
@@ -500,6 +535,138 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     take_registers<160>();
     weigh_queries(shared, view, share, role - 2);
   }
+}
+
+// --- A query in many blocks of threads ---
+
+// Products of a block of 64 keys, between the kernels: 32 values of each of 128 threads, as wgmma leaves
+// them, by fours.
+constexpr int kScoreValues = kLatentHeads * kLatentKeys;
+struct LatentScores {
+  float* data;
+  int blocks;  // of a run of heads, at most
+
+  __device__ float* at(int64_t t, int block) const {
+    return data + ((t * gridDim.y + blockIdx.y) * blocks + block) * kScoreValues;
+  }
+};
+
+template <bool kRope>
+__global__ void __launch_bounds__(2 * 128, 1)
+    score_latents(const __grid_constant__ LatentView view, const LatentShare share, const LatentScores to) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
+  shared.init();
+  if (threadIdx.x < 128) {
+    fetch_latents(shared, view, share);
+    return;
+  }
+  Ring<kLatentStages> stage;
+  Ring<2> last;
+  for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
+    const int begin = share.begin(), end = share.end(key_count(view, t));
+    if (begin >= end) continue;
+    LatentQueries<kRope> queries;
+    barrier_wait(&shared.full[stage.place], stage.parity);
+    queries.load(shared, stage.place);
+    arrive_once_a_warp(&shared.empty[stage.place], 2);
+    stage.advance();
+    for (int block = begin; block < end; ++block) {
+      barrier_wait(&shared.full[stage.place], stage.parity);
+      fence_async_proxy();
+      float scores[32];
+      queries.score(shared, stage.place, last, scores);
+      if (block + 1 == end) arrive_once_a_warp(&shared.queries_empty);
+      arrive_once_a_warp(&shared.empty[stage.place], 2);
+      stage.advance();
+      last.advance();
+      float* const at = to.at(t, block) + threadIdx.x % 128 * 4;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        *reinterpret_cast<float4*>(at + i * 512) = {scores[4 * i], scores[4 * i + 1], scores[4 * i + 2],
+                                                    scores[4 * i + 3]};
+      }
+    }
+  }
+}
+
+constexpr int kWeighStages = 4;
+struct WeighShared {
+  unsigned char values[kWeighStages][kTileBytes];  // 64 columns
+  float scores[kWeighStages][kScoreValues];
+  uint64_t full[kWeighStages], empty[kWeighStages];
+};
+
+// Columns from 64 blockIdx.z on.
+__global__ void __launch_bounds__(2 * 128, 2)
+    weigh_latents(const __grid_constant__ LatentView view, const LatentShare share, const LatentScores from) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<WeighShared*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kWeighStages; ++i) {
+      barrier_init(&shared.full[i], 128);
+      barrier_init(&shared.empty[i], 4);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  const int t = static_cast<int>(blockIdx.x), column = static_cast<int>(blockIdx.z) * 64;
+  const int count = key_count(view, t);
+  Ring<kWeighStages> stage;
+  if (threadIdx.x < 128) {
+    const KeyList list = keys_of(view, t);
+    KeyFinder keys(view, list, 0);
+    for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
+      keys.advance();
+      barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
+      RowCopier::copy<1>(shared.values[stage.place], column, view.keys.pool,
+                         [&](int i) { return keys.source(i); });
+      const float* const scores = from.at(t, block) + threadIdx.x * 4;
+      const uint32_t to = shared_address(shared.scores[stage.place] + threadIdx.x * 4);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) copy_async(to + i * 2048, scores + i * 512);
+      barrier_arrive_after_copies(&shared.full[stage.place]);
+    }
+    return;
+  }
+  const int row = row_of_thread();
+  SoftmaxRows rows;
+  float o[32] = {}, factor[2] = {0.0f, 0.0f};
+  uint32_t weights[4][4];
+  for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
+    barrier_wait(&shared.full[stage.place], stage.parity);
+    fence_async_proxy();
+    float scores[32], rescale[2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 four =
+          *reinterpret_cast<const float4*>(shared.scores[stage.place] + i * 512 + threadIdx.x % 128 * 4);
+      scores[4 * i] = four.x, scores[4 * i + 1] = four.y, scores[4 * i + 2] = four.z,
+                 scores[4 * i + 3] = four.w;
+    }
+    rows.add(scores, count - block * kLatentKeys, share.scale, rescale, weights);
+    if (!all_ones(rescale)) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) o[i] *= rescale[i / 2 % 2];
+    }
+    const uint64_t values = factor_descriptor(shared.values[stage.place], 0);
+    wgmma_pin(o);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma<false>(o, weights[k], values + (k * 16 * 128 >> 4), 1);
+    wgmma_commit();
+    // At once: while products run, the compiler would have other values in the registers of the weights.
+    wgmma_wait<0>();
+    wgmma_pin(o);
+    arrive_once_a_warp(&shared.empty[stage.place]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = rows.total(r);
+    if (count > 0) factor[r] = 1.0f / total;
+    if (column == 0) store_lse(view, t, first_head() + row + 8 * r, rows.top[r], total);
+  }
+  store_rows(view, t, column, o, factor);
 }
 
 }  // namespace slipstream::kernels
