@@ -210,7 +210,7 @@ __device__ void row_gradients(const KdaBackwardView<X>& view, int d, int head, i
 
 template <class X>
 __global__ void __launch_bounds__(kKdaThreads) kda_backward(const KdaBackwardView<X> view) {
-  extern __shared__ __align__(16) unsigned char bytes[];
+  extern __shared__ __align__(128) unsigned char bytes[];
   KdaBackwardShared& s = *reinterpret_cast<KdaBackwardShared*>(bytes);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
   const int sequence = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.x);

@@ -1,6 +1,7 @@
 // KDA on a GPU at the shape of GLM-5.3-Flash, 64 heads x 128, in bf16: prefill of one and of many
-// sequences, training's forward and backward, decode with the chunk's rows beside the state. Floors are the bytes of five
-// bf16 tensors a token (q, k, v, decays, o), or of the state read and written once a token, at 4.3 TB/s.
+// sequences, training's forward and backward, decode with the chunk's rows beside the state. Floors are the
+// bytes of five bf16 tensors a token (q, k, v, decays, o), or of the state read and written once a token,
+// at 4.3 TB/s.
 #include <cstdio>
 #include <list>
 #include <string>
@@ -18,7 +19,8 @@ constexpr int64_t kHeads = 64, kWidth = 128;
 constexpr double kBytesPerMs = 4.3e9;
 
 void print(const std::string& name, double ms, double floor_ms) {
-  std::printf("%-34s %9.4f ms   floor %7.4f ms   %5.1f %%\n", name.c_str(), ms, floor_ms, 100.0 * floor_ms / ms);
+  std::printf("%-34s %9.4f ms   floor %7.4f ms   %5.1f %%\n", name.c_str(), ms, floor_ms,
+              100.0 * floor_ms / ms);
 }
 
 class Inputs {

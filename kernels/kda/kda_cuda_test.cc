@@ -22,8 +22,8 @@ struct Shape {
   int64_t heads, dk, dv;
 };
 
-// Where the tensor cores compute, factors are rounded to bf16 (products with the state) or tf32 and so are off by 2^-9;
-// what f32 tensors hold of it is then as exact as that, not as their own dtype.
+// Where the tensor cores compute, factors are rounded to bf16 (products with the state) or tf32 and so are
+// off by 2^-9; what f32 tensors hold of it is then as exact as that, not as their own dtype.
 float f32_slack(const Shape& shape, DType dtype) {
   return dtype == DType::kBf16 && shape.dk == 128 && shape.dv == 128 ? 400.0f : 1.0f;
 }
@@ -188,8 +188,8 @@ TEST_P(KdaCudaTest, BackwardEqualsTheRecurrenceRunBackwards) {
   testing::expect_close(backward.dq, expected.dq);
   testing::expect_close(backward.dk, expected.dk);
   testing::expect_close(backward.dv, expected.dv);
-  testing::expect_close(backward.dbeta, expected.dbeta);
-  testing::expect_close(backward.dlog_decay, expected.dlog_decay);
+  testing::expect_close(backward.dbeta, expected.dbeta, 2.0f * f32_slack(shape, dtype));
+  testing::expect_close(backward.dlog_decay, expected.dlog_decay, 2.0f * f32_slack(shape, dtype));
   testing::expect_same_bits_on_device(again.dq, backward.dq);
   testing::expect_same_bits_on_device(again.dk, backward.dk);
   testing::expect_same_bits_on_device(again.dlog_decay, backward.dlog_decay);
@@ -335,6 +335,58 @@ TEST_F(KdaCudaLong, PassesGiveTheBitsOfOne) {
   device.expect_fences_intact();
 }
 
+// More spans than the workspace holds at once, over sequences' ends: the gradients of each sequence alone.
+TEST_F(KdaCudaLong, SegmentsOfTheBackwardGiveTheBitsOfOne) {
+  const Shape shape{64, 128, 128};
+  const std::vector<int32_t> lengths = {1000, 40, 300, 900};
+  TensorPool pool(7);
+  CudaPool device;
+  const Kda host = with_outputs_for_backward(
+      pool, make_call(pool, DType::kBf16, sequences_of(pool, lengths), shape, Decays::kTypical));
+  const Kda forward = on_cuda(device, host, DType::kBf16);
+  launch(forward, cuda_stream());
+  const auto outputs = [&](KdaBackward args) {
+    const int64_t tokens = args.q.size(0);
+    args.dq = device.output(DType::kBf16, {tokens, shape.heads, shape.dk});
+    args.dk = device.output(DType::kBf16, {tokens, shape.heads, shape.dk});
+    args.dlog_decay = device.output(DType::kF32, {tokens, shape.heads, shape.dk});
+    args.dv = device.output(DType::kBf16, {tokens, shape.heads, shape.dv});
+    args.dbeta = device.output(DType::kF32, {tokens, shape.heads});
+    return args;
+  };
+  const KdaBackward whole = outputs({.q = forward.q,
+                                     .k = forward.k,
+                                     .log_decay = forward.log_decay,
+                                     .beta = forward.beta,
+                                     .sequences = forward.sequences,
+                                     .span_states = forward.span_states,
+                                     .r = forward.r,
+                                     .d_o = forward.v,
+                                     .dq = {},
+                                     .dk = {},
+                                     .dlog_decay = {},
+                                     .dv = {},
+                                     .dbeta = {}});
+  launch(whole, cuda_stream());
+  int64_t begin = 0, span = 0;
+  for (const int32_t length : lengths) {
+    KdaBackward one = whole;
+    for (const auto member : {&KdaBackward::q, &KdaBackward::k, &KdaBackward::log_decay, &KdaBackward::beta,
+                              &KdaBackward::r, &KdaBackward::d_o})
+      one.*member = (whole.*member).slice(0, begin, begin + length);
+    one.span_states = whole.span_states.slice(0, span, span + kda_spans(length));
+    one.sequences = device.copy(sequences_of(pool, {length}));
+    one = outputs(one);
+    launch(one, cuda_stream());
+    for (const auto member : {&KdaBackward::dq, &KdaBackward::dk, &KdaBackward::dv, &KdaBackward::dlog_decay,
+                              &KdaBackward::dbeta})
+      testing::expect_same_bits_on_device(one.*member, (whole.*member).slice(0, begin, begin + length));
+    begin += length;
+    span += kda_spans(length);
+  }
+  device.expect_fences_intact();
+}
+
 // The state after many tokens is that of the f32 form to 2e-3: rounding does not accumulate.
 TEST_F(KdaCudaLong, StateStaysAccurate) {
   const Shape shape{2, 128, 128};
@@ -353,8 +405,8 @@ TEST_F(KdaCudaLong, StateStaysAccurate) {
       states[i] = args.cache;
       outputs[i] = args.o;
     }
-    const double state_error =
-        testing::relative_error(testing::on_host(pool, states[1].state), testing::on_host(pool, states[0].state));
+    const double state_error = testing::relative_error(testing::on_host(pool, states[1].state),
+                                                       testing::on_host(pool, states[0].state));
     const double output_error =
         testing::relative_error(testing::on_host(pool, outputs[1]), testing::on_host(pool, outputs[0]));
     EXPECT_LE(state_error, 2e-3);

@@ -100,7 +100,7 @@ struct KdaShared {
 
 template <class X>
 __global__ void __launch_bounds__(kKdaThreads) kda_forward(const KdaView<X> view) {
-  extern __shared__ __align__(16) unsigned char bytes[];
+  extern __shared__ __align__(128) unsigned char bytes[];
   KdaShared& s = *reinterpret_cast<KdaShared*>(bytes);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
   const int sequence = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);

@@ -1,11 +1,12 @@
 // What the tensor cores need of one chunk of one head, made of its keys, queries and decays alone: the bf16
 // form's first step, which all chunks take at once. Names as in kda.h; the state is kept transposed.
 //
-// Products with the state are mma.sync's with Sᵀ as accumulator and as left factor, so that a warp keeps its 16
-// columns of S in registers and exchanges nothing with other warps. Records hold the right factors in the order
-// in which lanes take them: lane 4 g + c, where the fragments' own indices are
-//   rows:     column n of tile h stands for row 4 (n / 2) + 2 h + n % 2, so that lane c sums rows 4 c .. 4 c + 3
-//   channels: columns 2 c + b of tiles 2 s + p stand for channel 16 s + 4 c + 2 p + b, so that what lane 4 s + c
+// Products with the state are mma.sync's with Sᵀ as accumulator and as left factor, so that a warp keeps its
+// 16 columns of S in registers and exchanges nothing with other warps. Records hold the right factors in the
+// order in which lanes take them: lane 4 g + c, where the fragments' own indices are
+//   rows:     column n of tile h stands for row 4 (n / 2) + 2 h + n % 2, so that lane c sums rows 4 c .. 4 c
+//   + 3 channels: columns 2 c + b of tiles 2 s + p stand for channel 16 s + 4 c + 2 p + b, so that what lane
+//   4 s + c
 //             of the preparing warp has of a row is what lane c needs in step s
 #pragma once
 
@@ -23,14 +24,16 @@ __device__ __forceinline__ int column_of_row(int row) { return row / 4 * 2 + row
 __device__ __forceinline__ int row_of(int tile, int column) { return column / 2 * 4 + tile * 2 + column % 2; }
 
 struct alignas(128) KdaRecord {
+  static constexpr int kSums = 2 * 4 * kChunk;  // of minus_a, minus_a_own and b
+
   uint4 key_prefix[kKdaSteps][kWarp];    // k P in bf16: channels 16 s + 4 c .. + 3 of rows (0, g) and (1, g)
   uint4 query_prefix[kKdaSteps][kWarp];  // q P
   float4 carried[kKdaTiles][kWarp];      // k_j E_Cj in tf32: rows 4 c .. 4 c + 3, at swizzled(lane)
-  float4 minus_a[3][4][4];               // [b][r][c]: -A of row 4 c + r, columns 4 b .. 4 b + 3; 0 unless b < c
-  float4 minus_a_own[4][4];              // [r][c]: row 4 c + r, columns 4 c .. 4 c + 3; 0 unless below the diagonal
-  float4 b[2][kWarp];                    // [h]: B in tf32 of row (h, g), columns 4 c .. 4 c + 3
-  float4 total[kWarp];                   // P_C: channels 4 lane .. 4 lane + 3
-  float4 beta[4];                        // of rows 4 c .. 4 c + 3
+  float4 minus_a[3][4][4];   // [b][r][c]: -A of row 4 c + r, columns 4 b .. 4 b + 3; 0 unless b < c
+  float4 minus_a_own[4][4];  // [r][c]: row 4 c + r, columns 4 c .. 4 c + 3; 0 unless below the diagonal
+  float4 b[2][kWarp];        // [h]: B in tf32 of row (h, g), columns 4 c .. 4 c + 3
+  float4 total[kWarp];       // P_C: channels 4 lane .. 4 lane + 3
+  float4 beta[4];            // of rows 4 c .. 4 c + 3
 };
 
 // Stores of the preparing warp to carried[][] fall into different banks.
@@ -38,7 +41,8 @@ __device__ __forceinline__ int swizzled(int lane) { return lane ^ (lane / 8); }
 
 // Four aligned bytes to shared memory behind the thread's back, or zeros; waits for all but the last groups.
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void* from, bool present) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0)
+               : "memory");
 }
 template <int kGroups>
 __device__ __forceinline__ void wait_for_all_but() {
@@ -47,9 +51,11 @@ __device__ __forceinline__ void wait_for_all_but() {
 
 // --- arithmetic that every path shares, operation by operation
 
-// C[16, 8] += A[16, 8] B[8, 8] in tf32: a as rows g, g + 8 of column c, then of c + 4; b rows c, c + 4 of column g.
+// C[16, 8] += A[16, 8] B[8, 8] in tf32: a as rows g, g + 8 of column c, then of c + 4; b rows c, c + 4 of
+// column g.
 __device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
@@ -99,8 +105,8 @@ __device__ __forceinline__ float sum_of_own(float (&values)[kWarp], int lane) {
   }
 }
 
-// A chunk of a sequence: rows [begin, end) of it are new, those before are in the cache; `row` is the batch's row at
-// which the chunk would start.
+// A chunk of a sequence: rows [begin, end) of it are new, those before are in the cache; `row` is the batch's
+// row at which the chunk would start.
 struct KdaChunk {
   int sequence, begin, end, row;
 };
@@ -122,7 +128,8 @@ __device__ __forceinline__ KdaSequence sequence_at(const DeviceSequences& batch,
 // Chunks of all sequences before this one. Called by whole warps.
 __device__ __forceinline__ int chunks_before(const DeviceSequences& batch, int sequence) {
   int sum = 0;
-  for (int b = static_cast<int>(threadIdx.x) % kWarp; b < sequence; b += kWarp) sum += sequence_at(batch, b).chunks();
+  for (int b = static_cast<int>(threadIdx.x) % kWarp; b < sequence; b += kWarp)
+    sum += sequence_at(batch, b).chunks();
   return static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(sum)));
 }
 // Chunk `number` of all; sequence -1 beyond the last. Called by whole warps.
@@ -145,11 +152,48 @@ __device__ __forceinline__ KdaChunk find_chunk(const DeviceSequences& batch, int
   return {-1, 0, 0, 0};
 }
 
-// A warp makes the record of one chunk and head in shared memory. A lane has channels 4 lane .. 4 lane + 3. Row
-// after row, w_j = k_j E_ij for all j < i; the 256 sums A_ij, B_ij come in order of i and are added over the lanes
-// in eights of 32: sum i² + j is A_ij, i² + i + j is B_ij.
-__device__ inline void prepare_chunk(const KdaView<bf16>& view, const KdaChunk& chunk, int head, KdaRecord& record) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, step = lane / 4, c = lane % 4;
+// Where 256 sums A_ij, B_ij go; rows of lane 4 g + c are 4 c .. 4 c + 3.
+__device__ __forceinline__ void put_a(KdaRecord& record, int i, int j, float sum, bool fresh) {
+  float4& four = i / 4 == j / 4 ? record.minus_a_own[i % 4][i / 4] : record.minus_a[j / 4][i % 4][i / 4];
+  (&four.x)[j % 4] = fresh ? -sum : 0.0f;
+}
+__device__ __forceinline__ void put_b(KdaRecord& record, int i, int j, float sum) {
+  (&record.b[tile_of_row(i)][column_of_row(i) * 4 + j / 4].x)[j % 4] = rounded_tf32(sum);
+}
+__device__ __forceinline__ float channel_of(const float4& x, int d) {
+  return d == 0 ? x.x : d == 1 ? x.y : d == 2 ? x.z : x.w;
+}
+// Rows i - 3 .. i are at hand, i = 4 c + 3.
+__device__ __forceinline__ void put_prefixes(KdaRecord& record, int i, const float4* key, const float4* query,
+                                             int lane) {
+#pragma unroll
+  for (int below = 1; below >= 0; --below) {  // rows (0, n) and (1, n)
+    const int n = column_of_row(i - below), at = 4 * n + lane % 4;
+    const uint2 k0 = bf16_of(key[1 - below]), k1 = bf16_of(key[3 - below]);
+    const uint2 q0 = bf16_of(query[1 - below]), q1 = bf16_of(query[3 - below]);
+    record.key_prefix[lane / 4][at] = {k0.x, k0.y, k1.x, k1.y};
+    record.query_prefix[lane / 4][at] = {q0.x, q0.y, q1.x, q1.y};
+  }
+}
+__device__ __forceinline__ void put_carried(KdaRecord& record, const float4 (&w)[kChunk], int lane) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      record.carried[2 * (lane / 4) + d / 2][swizzled(4 * (2 * (lane % 4) + d % 2) + c)] = {
+          rounded_tf32(channel_of(w[4 * c], d)), rounded_tf32(channel_of(w[4 * c + 1], d)),
+          rounded_tf32(channel_of(w[4 * c + 2], d)), rounded_tf32(channel_of(w[4 * c + 3], d))};
+    }
+  }
+}
+
+// A warp makes the record of one chunk and head in shared memory. A lane has channels 4 lane .. 4 lane + 3.
+// Row after row, w_j = k_j E_ij for all j < i; the 256 sums A_ij, B_ij come in order of i and are added over
+// the lanes in eights of 32: sum i² + j is A_ij, i² + i + j is B_ij.
+template <class View, class Record>
+__device__ __forceinline__ void prepare_chunk(const View& view, const KdaChunk& chunk, int head,
+                                              Record& record) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   uint2 key[kChunk], query[kChunk];
   float4 decay[kChunk];
   const bool whole = chunk.begin == 0 && chunk.end == kChunk;
@@ -168,13 +212,14 @@ __device__ inline void prepare_chunk(const KdaView<bf16>& view, const KdaChunk& 
       g += next ? view.log_decay.row_stride : 0;
     }
   }
-  for (int i = lane; i < 2 * 4 * kChunk; i += kWarp) {  // A and B: what is above the diagonal stays 0
-    (&record.minus_a[0][0][0])[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-  }
+  // A and B: what is above the diagonal stays 0.
+  for (int i = lane; i < Record::kSums; i += kWarp) (&record.minus_a[0][0][0])[i] = {0.0f, 0.0f, 0.0f, 0.0f};
   if (lane < kChunk) {
     const bool present = lane >= chunk.begin && lane < chunk.end;
     // A cached row's u comes in place of v, and out as it came.
-    (&record.beta[0].x)[lane] = present ? view.beta[chunk.row + lane][head] : lane < chunk.begin ? 1.0f : 0.0f;
+    (&record.beta[0].x)[lane] = present              ? view.beta[chunk.row + lane][head]
+                                : lane < chunk.begin ? 1.0f
+                                                     : 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) decay[i] = decay_of(decay[i]);
@@ -191,15 +236,15 @@ __device__ inline void prepare_chunk(const KdaView<bf16>& view, const KdaChunk& 
   }
   __syncwarp();
 
-  float4 w[kChunk], prefix;
+  float4 w[kChunk], prefix, key_prefix[4], query_prefix[4];
   float sums[kWarp];
-  uint2 key_prefix[kChunk], query_prefix[kChunk];
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     const float4 k = floats_of(key[i]), q = floats_of(query[i]), a = decay[i];
     prefix = i == 0 ? a : prefix * a;
-    key_prefix[i] = i < chunk.begin ? uint2{0, 0} : bf16_of(k * prefix);
-    query_prefix[i] = bf16_of(q * prefix);
+    key_prefix[i % 4] = i < chunk.begin ? float4{0.0f, 0.0f, 0.0f, 0.0f} : k * prefix;
+    query_prefix[i % 4] = q * prefix;
+    if (i % 4 == 3) put_prefixes(record, i, key_prefix, query_prefix, lane);
     w[i] = k;
 #pragma unroll
     for (int s = 0; s <= 2 * i; ++s) {
@@ -208,39 +253,16 @@ __device__ inline void prepare_chunk(const KdaView<bf16>& view, const KdaChunk& 
       sums[v % kWarp] = dot(s < i ? k : q, w[j]);
       if (v % kWarp != kWarp - 1) continue;
       const float sum = sum_of_own(sums, lane);
-      const int own = v - (kWarp - 1) + lane, row = root_of(own);
-      const int place = own - row * row, column = place < row ? place : place - row;
-      float* to;
+      const int own = v - (kWarp - 1) + lane, row = root_of(own), place = own - row * row;
       if (place < row) {
-        float4& four = row / 4 == column / 4 ? record.minus_a_own[row % 4][row / 4]
-                                             : record.minus_a[column / 4][row % 4][row / 4];
-        to = &four.x + column % 4;
-        *to = row < chunk.begin ? 0.0f : -sum;
+        put_a(record, row, place, sum, row >= chunk.begin);
       } else {
-        to = &record.b[tile_of_row(row)][column_of_row(row) * 4 + column / 4].x + column % 4;
-        *to = rounded_tf32(sum);
+        put_b(record, row, place - row, sum);
       }
-    }
-    if (i % 4 == 2 || i % 4 == 3) {  // rows (0, n) and (1, n)
-      const int n = column_of_row(i);
-      record.key_prefix[step][4 * n + c] = {key_prefix[i - 2].x, key_prefix[i - 2].y, key_prefix[i].x,
-                                            key_prefix[i].y};
-      record.query_prefix[step][4 * n + c] = {query_prefix[i - 2].x, query_prefix[i - 2].y, query_prefix[i].x,
-                                              query_prefix[i].y};
     }
   }
   record.total[lane] = prefix;
-#pragma unroll
-  for (int rows = 0; rows < 4; ++rows) {
-#pragma unroll
-    for (int d = 0; d < 4; ++d) {
-      const auto channel = [&](const float4& x) {
-        return rounded_tf32(d == 0 ? x.x : d == 1 ? x.y : d == 2 ? x.z : x.w);
-      };
-      record.carried[2 * step + d / 2][swizzled(4 * (2 * c + d % 2) + rows)] = {
-          channel(w[4 * rows]), channel(w[4 * rows + 1]), channel(w[4 * rows + 2]), channel(w[4 * rows + 3])};
-    }
-  }
+  put_carried(record, w, lane);
 }
 
 }  // namespace slipstream::kernels

@@ -1,6 +1,6 @@
-// The bf16 form's two kernels. kda_pass() goes through the chunks in order with the state in registers and, in the
-// same launch, makes the records of the chunks that the next pass goes through: the first waits on latencies, the
-// second computes. kda_decode() does both for sequences with one new row.
+// The bf16 form's two kernels. kda_pass() goes through the chunks in order with the state in registers and,
+// in the same launch, makes the records of the chunks that the next pass goes through: the first waits on
+// latencies, the second computes. kda_decode() does both for sequences with one new row.
 #pragma once
 
 #include "kernels/kda/kda_record.cuh"
@@ -16,15 +16,17 @@ constexpr int kKdaValues = 4;  // chunks whose values are here or on their way
 
 struct KdaPassShared {
   KdaRecord records[kKdaRecords];
-  uint32_t values[kKdaValues][kKdaScanWarps][4][kWarp];  // v of rows 4 c + i, two columns, each for its lane alone
+  // v of rows 4 c + i, two columns, each for its lane alone.
+  uint32_t values[kKdaValues][kKdaScanWarps][4][kWarp];
   uint64_t full[kKdaRecords], empty[kKdaRecords];
 };
 
-// Sᵀ of 16 columns: tiles as in KdaRecord, rows of the accumulator g and g + 8 are columns 2 g and 2 g + 1 of S.
+// Sᵀ of 16 columns: tiles as in KdaRecord, rows of the accumulator g and g + 8 are columns 2 g and 2 g + 1 of
+// S.
 using KdaStateTiles = float[kKdaTiles][4];
 
-// Calls f(channel, step): with `from` the lane's first column, S[channel + i][from .. from + 1] are state i of the
-// step, i = 0 .. 3.
+// Calls f(channel, step): with `from` the lane's first column, S[channel + i][from .. from + 1] are state i
+// of the step, i = 0 .. 3.
 template <class F>
 __device__ __forceinline__ void for_state(KdaStateTiles& state, int lane, F&& f) {
 #pragma unroll
@@ -34,7 +36,8 @@ __device__ __forceinline__ void for_state(KdaStateTiles& state, int lane, F&& f)
       f(16 * s + 4 * (lane % 4) + i, state[2 * s + i / 2][i % 2], state[2 * s + i / 2][2 + i % 2]);
   }
 }
-__device__ __forceinline__ void load_state(KdaStateTiles& state, const float* from, int64_t stride, int lane) {
+__device__ __forceinline__ void load_state(KdaStateTiles& state, const float* from, int64_t stride,
+                                           int lane) {
   for_state(state, lane, [&](int channel, float& x, float& y) {
     const float2 two = *reinterpret_cast<const float2*>(from + channel * stride);
     x = two.x;
@@ -59,16 +62,21 @@ __device__ __forceinline__ void decay_state(KdaStateTiles& state, const float4* 
   for (int s = 0; s < kKdaSteps; ++s) {
     const float4 p = total[4 * s + lane % 4];
     state[2 * s][0] *= p.x, state[2 * s][1] *= p.y, state[2 * s][2] *= p.x, state[2 * s][3] *= p.y;
-    state[2 * s + 1][0] *= p.z, state[2 * s + 1][1] *= p.w, state[2 * s + 1][2] *= p.z, state[2 * s + 1][3] *= p.w;
+    state[2 * s + 1][0] *= p.z, state[2 * s + 1][1] *= p.w, state[2 * s + 1][2] *= p.z,
+        state[2 * s + 1][3] *= p.w;
   }
 }
 __device__ __forceinline__ void add_to_state(KdaStateTiles& state, const uint32_t (&u)[2][4],
                                              const float4 (*carried)[kWarp], int lane) {
 #pragma unroll
-  for (int t = 0; t < kKdaTiles; ++t) {
-    const float4 k = carried[t][swizzled(lane)];
-    mma_tf32(state[t], u[0], k.x, k.y);
-    mma_tf32(state[t], u[1], k.z, k.w);
+  for (int from = 0; from < kKdaTiles; from += 8) {  // eight products in flight
+    float4 k[8];
+#pragma unroll
+    for (int t = 0; t < 8; ++t) k[t] = carried[from + t][swizzled(lane)];
+#pragma unroll
+    for (int t = 0; t < 8; ++t) mma_tf32(state[from + t], u[0], k[t].x, k[t].y);
+#pragma unroll
+    for (int t = 0; t < 8; ++t) mma_tf32(state[from + t], u[1], k[t].z, k[t].w);
   }
 }
 // Rows 4 c .. 4 c + 3 of u as left factors in tf32.
@@ -108,7 +116,8 @@ __device__ inline void scan_chunks(const KdaPass& pass, KdaPassShared& shared) {
     barrier_init_done();
   }
   __syncthreads();
-  const KdaRecord* next_record = pass.scanned.records + int64_t{begin - pass.scanned.begin} * view.heads + head;
+  const KdaRecord* next_record =
+      pass.scanned.records + int64_t{begin - pass.scanned.begin} * view.heads + head;
   const auto bring_record = [&](int stage) {  // of the next chunk; by thread 0
     barrier_arrive_expecting(&shared.full[stage], sizeof(KdaRecord));
     copy_bytes_in(&shared.records[stage], next_record, sizeof(KdaRecord), &shared.full[stage]);
@@ -128,11 +137,13 @@ __device__ inline void scan_chunks(const KdaPass& pass, KdaPassShared& shared) {
     span = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(span)));
   }
   const int64_t carried_at = int64_t{head} * kKdaWidth * kKdaWidth + column;
+  float* const stored = keeps ? view.cache.state_at(slot, head) + column : nullptr;
+  const bool folds = keeps && sequence.cached % kChunk + sequence.rows >= kChunk;  // a chunk at least
   KdaStateTiles state = {};
   if (begin > before) {
     load_state(state, pass.carry_in + carried_at, kKdaWidth, lane);
   } else if (keeps && sequence.cached >= kChunk) {
-    load_state(state, view.cache.state_at(slot, head) + column, view.cache.state_row, lane);
+    load_state(state, stored, view.cache.state_row, lane);
   }
   const int begin_in_chunk = sequence.cached % kChunk;  // of new rows in the sequence's first chunk
   const int64_t first_row = sequence.first - begin_in_chunk + int64_t{begin - before} * kChunk + 4 * c;
@@ -156,127 +167,145 @@ __device__ inline void scan_chunks(const KdaPass& pass, KdaPassShared& shared) {
   for (int i = 0; i < kKdaValues - 1; ++i) bring_values();
 
   int stage = 0, parity = 0;
-  for (int index = begin; index < end; ++index) {
-    const KdaRecord& record = shared.records[stage];
-    const KdaChunk chunk = sequence.chunk(index - before);
-    bring_values();
-    if (view.span_states != nullptr && (index - before) % (kSpan / kChunk) == 0) {
-      const int64_t at = int64_t{span + (index - before) / (kSpan / kChunk)} * view.span_stride;
-      store_state(state, view.span_states + at + head * view.span_head + column, view.span_row, lane);
-    }
-    barrier_wait(&shared.full[stage], parity);
-    float read[2][2][4] = {}, out[2][2][4] = {};  // [tile of rows][even steps, odd steps]
-#pragma unroll
-    for (int s = 0; s < kKdaSteps; ++s) {
-      uint32_t a[4];
-      state_factor(state, s, a);
-      const uint4 k = record.key_prefix[s][lane], q = record.query_prefix[s][lane];
-      mma(read[0][s % 2], a, k.x, k.y);
-      mma(read[1][s % 2], a, k.z, k.w);
-      mma(out[0][s % 2], a, q.x, q.y);
-      mma(out[1][s % 2], a, q.z, q.w);
-    }
-    if (chunk.end == kChunk) decay_state(state, record.total, lane);
-    // r of rows 4 c + i before what the chunk's own rows add to it.
-    float r[4][2], own[4][2], u[4][2];
-    wait_for_all_but<kKdaValues - 1>();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t v = shared.values[index % kKdaValues][warp][i][lane];
-      r[i][0] = __uint_as_float(v << 16) - (read[i / 2][0][i % 2] + read[i / 2][1][i % 2]);
-      r[i][1] = __uint_as_float(v & 0xffff0000u) - (read[i / 2][0][2 + i % 2] + read[i / 2][1][2 + i % 2]);
-    }
-    if (chunk.begin > 0) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (4 * c + i >= chunk.begin) continue;
-        const float2 kept = *reinterpret_cast<const float2*>(view.cache.u_at(slot, 4 * c + i, head) + column);
-        r[i][0] = kept.x;
-        r[i][1] = kept.y;
+  // What is stored between chunks stays out of the loop over them: with one warp a scheduler nothing hides
+  // the fetching of instructions. What follows an open chunk is not kept (the cache has the state before it),
+  // so that its fold, whatever it is, does no harm, and the state stays in the same registers.
+  const int open = keeps && (sequence.cached + sequence.rows) % kChunk != 0 ? after - 1 : after;
+  for (int index = begin, stop; index < end;) {
+    stop = index < open ? min(end, open) : end;
+    if (view.span_states != nullptr) {
+      constexpr int kChunks = kSpan / kChunk;
+      const int chunk = index - before;
+      stop = min(stop, index + kChunks - chunk % kChunks);
+      if (chunk % kChunks == 0) {
+        const int64_t at = int64_t{span + chunk / kChunks} * view.span_stride;
+        store_state(state, view.span_states + at + head * view.span_head + column, view.span_row, lane);
       }
     }
-    // Rows of lane c = 0, then 1, 2, 3: each lane solves for its own rows, those of lane b are final in round b.
-    const float4 beta = record.beta[c];
-    const float betas[4] = {beta.x, beta.y, beta.z, beta.w};
+    if (index == open && folds) store_state(state, stored, view.cache.state_row, lane);
+    for (; index < stop; ++index) {
+      const KdaRecord& record = shared.records[stage];
+      const KdaChunk chunk = sequence.chunk(index - before);
+      bring_values();
+      barrier_wait(&shared.full[stage], parity);
+      float read[2][2][4] = {}, out[2][2][4] = {};  // [tile of rows][even steps, odd steps]
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const float4 a1 = record.minus_a_own[1][c], a2 = record.minus_a_own[2][c], a3 = record.minus_a_own[3][c];
-        own[0][m] = r[0][m];
-        u[0][m] = betas[0] * own[0][m];
-        own[1][m] = fmaf(a1.x, u[0][m], r[1][m]);
-        u[1][m] = betas[1] * own[1][m];
-        own[2][m] = fmaf(a2.y, u[1][m], fmaf(a2.x, u[0][m], r[2][m]));
-        u[2][m] = betas[2] * own[2][m];
-        own[3][m] = fmaf(a3.z, u[2][m], fmaf(a3.y, u[1][m], fmaf(a3.x, u[0][m], r[3][m])));
-        u[3][m] = betas[3] * own[3][m];
+      for (int s = 0; s < kKdaSteps; ++s) {
+        uint32_t a[4];
+        state_factor(state, s, a);
+        const uint4 k = record.key_prefix[s][lane], q = record.query_prefix[s][lane];
+        mma(read[0][s % 2], a, k.x, k.y);
+        mma(read[1][s % 2], a, k.z, k.w);
+        mma(out[0][s % 2], a, q.x, q.y);
+        mma(out[1][s % 2], a, q.z, q.w);
       }
-      if (b == 3) break;
-      float before_u[4][2];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) before_u[j / 2][j % 2] = __shfl_sync(~0u, u[j / 2][j % 2], b, 4);
+      decay_state(state, record.total, lane);
+      // r of rows 4 c + i before what the chunk's own rows add to it.
+      float r[4][2], own[4][2], u[4][2];
+      wait_for_all_but<kKdaValues - 1>();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float4 a = record.minus_a[b][i][c];  // 0 for the rows that came before
+        const uint32_t v = shared.values[index % kKdaValues][warp][i][lane];
+        r[i][0] = __uint_as_float(v << 16) - (read[i / 2][0][i % 2] + read[i / 2][1][i % 2]);
+        r[i][1] = __uint_as_float(v & 0xffff0000u) - (read[i / 2][0][2 + i % 2] + read[i / 2][1][2 + i % 2]);
+      }
+      if (chunk.begin > 0) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          r[i][m] = fmaf(a.w, before_u[3][m],
-                         fmaf(a.z, before_u[2][m], fmaf(a.y, before_u[1][m], fmaf(a.x, before_u[0][m], r[i][m]))));
+        for (int i = 0; i < 4; ++i) {
+          if (4 * c + i >= chunk.begin) continue;
+          const float2 kept =
+              *reinterpret_cast<const float2*>(view.cache.u_at(slot, 4 * c + i, head) + column);
+          r[i][0] = kept.x;
+          r[i][1] = kept.y;
         }
       }
-    }
-    // The chunk before is done with, also by warps a little behind.
-    if (threadIdx.x == 0 && index > begin && index - 1 + kKdaRecords < end) {
-      const int before_stage = stage == 0 ? kKdaRecords - 1 : stage - 1;
-      barrier_wait(&shared.empty[before_stage], stage == 0 ? parity ^ 1 : parity);
-      bring_record(before_stage);
-    }
-    __syncwarp();
-    uint32_t factors[2][4];
-    u_factors(u, factors);
+      // Rows of lane c = 0, then 1, 2, 3: each lane solves for its own rows, those of lane b are final in
+      // round b.
+      const float4 beta = record.beta[c];
+      const float betas[4] = {beta.x, beta.y, beta.z, beta.w};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 b = record.b[h][lane];
-      float o[4];
+      for (int b = 0; b < 4; ++b) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[i] = out[h][0][i] + out[h][1][i];
-      mma_tf32(o, factors[0], b.x, b.y);
-      mma_tf32(o, factors[1], b.z, b.w);
+        for (int m = 0; m < 2; ++m) {
+          const float4 a1 = record.minus_a_own[1][c], a2 = record.minus_a_own[2][c],
+                       a3 = record.minus_a_own[3][c];
+          own[0][m] = r[0][m];
+          u[0][m] = betas[0] * own[0][m];
+          own[1][m] = fmaf(a1.x, u[0][m], r[1][m]);
+          u[1][m] = betas[1] * own[1][m];
+          own[2][m] = fmaf(a2.y, u[1][m], fmaf(a2.x, u[0][m], r[2][m]));
+          u[2][m] = betas[2] * own[2][m];
+          own[3][m] = fmaf(a3.z, u[2][m], fmaf(a3.y, u[1][m], fmaf(a3.x, u[0][m], r[3][m])));
+          u[3][m] = betas[3] * own[3][m];
+        }
+        if (b == 3) break;
+        float before_u[4][2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 4 * c + 2 * h + i;
-        if (row < chunk.begin || row >= chunk.end) continue;
-        *reinterpret_cast<uint32_t*>(o_row + (2 * h + i) * o_stride) = pack_bf16(o[i], o[2 + i]);
+        for (int j = 0; j < 8; ++j) before_u[j / 2][j % 2] = __shfl_sync(~0u, u[j / 2][j % 2], b, 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 a = record.minus_a[b][i][c];  // 0 for the rows that came before
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            r[i][m] = fmaf(
+                a.w, before_u[3][m],
+                fmaf(a.z, before_u[2][m], fmaf(a.y, before_u[1][m], fmaf(a.x, before_u[0][m], r[i][m]))));
+          }
+        }
       }
-    }
-    o_row += kChunk * o_stride;
-    if (chunk.end == kChunk) add_to_state(state, factors, record.carried, lane);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.empty[stage]);
-    if (view.r.data != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (4 * c + i < chunk.end)
-          *reinterpret_cast<float2*>(view.r.at(chunk.row + 4 * c + i, head) + column) = {own[i][0], own[i][1]};
+      // The chunk before is done with, also by warps a little behind.
+      if (threadIdx.x == 0 && index > begin && index - 1 + kKdaRecords < end) {
+        const int before_stage = stage == 0 ? kKdaRecords - 1 : stage - 1;
+        barrier_wait(&shared.empty[before_stage], stage == 0 ? parity ^ 1 : parity);
+        bring_record(before_stage);
       }
-    }
-    if (keeps && chunk.end < kChunk) {
+      __syncwarp();
+      uint32_t factors[2][4];
+      u_factors(u, factors);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (4 * c + i >= chunk.begin && 4 * c + i < chunk.end)
-          *reinterpret_cast<float2*>(view.cache.u_at(slot, 4 * c + i, head) + column) = {u[i][0], u[i][1]};
+      for (int h = 0; h < 2; ++h) {
+        const float4 b = record.b[h][lane];
+        float o[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[i] = out[h][0][i] + out[h][1][i];
+        mma_tf32(o, factors[0], b.x, b.y);
+        mma_tf32(o, factors[1], b.z, b.w);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = 4 * c + 2 * h + i;
+          if (row < chunk.begin || row >= chunk.end) continue;
+          *reinterpret_cast<uint32_t*>(o_row + (2 * h + i) * o_stride) = pack_bf16(o[i], o[2 + i]);
+        }
       }
-    }
-    if (++stage == kKdaRecords) {
-      stage = 0;
-      parity ^= 1;
+      o_row += kChunk * o_stride;
+      add_to_state(state, factors, record.carried, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&shared.empty[stage]);
+      if (view.r.data != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (4 * c + i < chunk.end)
+            *reinterpret_cast<float2*>(view.r.at(chunk.row + 4 * c + i, head) + column) = {own[i][0],
+                                                                                           own[i][1]};
+        }
+      }
+      if (keeps && chunk.end < kChunk) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (4 * c + i >= chunk.begin && 4 * c + i < chunk.end)
+            *reinterpret_cast<float2*>(view.cache.u_at(slot, 4 * c + i, head) + column) = {u[i][0], u[i][1]};
+        }
+      }
+      if (++stage == kKdaRecords) {
+        stage = 0;
+        parity ^= 1;
+      }
     }
   }
   if (end < after) {
     store_state(state, pass.carry_out + carried_at, kKdaWidth, lane);
-  } else if (keeps && sequence.cached % kChunk + sequence.rows >= kChunk) {  // a chunk was folded
-    store_state(state, view.cache.state_at(slot, head) + column, view.cache.state_row, lane);
+  } else if (folds && (sequence.cached + sequence.rows) % kChunk == 0) {
+    store_state(state, stored, view.cache.state_row, lane);
   }
 }
 
@@ -309,7 +338,8 @@ struct KdaDecodeShared {
   float u[kChunk][kKdaScanColumns];
 };
 
-__global__ void __launch_bounds__(kKdaDecodeWarps* kWarp, 4) kda_decode(const __grid_constant__ KdaView<bf16> view) {
+__global__ void __launch_bounds__(kKdaDecodeWarps* kWarp, 5)
+    kda_decode(const __grid_constant__ KdaView<bf16> view) {
   __shared__ KdaDecodeShared s;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int slice = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
@@ -326,7 +356,8 @@ __global__ void __launch_bounds__(kKdaDecodeWarps* kWarp, 4) kda_decode(const __
       s.key[i][lane] = load4(view.cache.k_at(slot, i, head) + 4 * lane);
       s.decay[i][lane] = load4(view.cache.g_at(slot, i, head) + 4 * lane);
       if (lane < kKdaScanColumns / 4)
-        *reinterpret_cast<float4*>(&s.u[i][4 * lane]) = load4(view.cache.u_at(slot, i, head) + first_column + 4 * lane);
+        *reinterpret_cast<float4*>(&s.u[i][4 * lane]) =
+            load4(view.cache.u_at(slot, i, head) + first_column + 4 * lane);
     } else {
       const float4 k = load4(view.k.at(row, head) + 4 * lane);
       const float4 a = decay_of(load4(view.log_decay.at(row, head) + 4 * lane));
@@ -394,11 +425,13 @@ __global__ void __launch_bounds__(kKdaDecodeWarps* kWarp, 4) kda_decode(const __
   const bool of_query = lane / 4 == 1;
 #pragma unroll
   for (int x = 0; x < 2; ++x)
-    mma_tf32(sums, factors[x], of_query ? s.b[4 * c + 2 * x] : 0.0f, of_query ? s.b[4 * c + 2 * x + 1] : 0.0f);
+    mma_tf32(sums, factors[x], of_query ? s.b[4 * c + 2 * x] : 0.0f,
+             of_query ? s.b[4 * c + 2 * x + 1] : 0.0f);
   if (c == 0) {
     *reinterpret_cast<uint32_t*>(view.o.at(row, head) + first_column + place) = pack_bf16(sums[1], sums[3]);
     if (own + 1 < kChunk)
-      *reinterpret_cast<float2*>(view.cache.u_at(slot, own, head) + first_column + place) = {new_u[0], new_u[1]};
+      *reinterpret_cast<float2*>(view.cache.u_at(slot, own, head) + first_column + place) = {new_u[0],
+                                                                                             new_u[1]};
   }
   if (own + 1 < kChunk) return;
   decay_state(state, s.total, lane);

@@ -89,8 +89,13 @@ template <int kTaps, int kWide>
 __device__ __forceinline__ void load_weights(Rows<const float> w, int64_t c, float (&weights)[kTaps][kWide]) {
 #pragma unroll
   for (int i = 0; i < kWide; ++i) {
+    using Own = Channels<kWide == 1 || kTaps != 4 ? 1 : 4, float>;
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) weights[j][i] = w[c + i][j];
+    for (int j = 0; j < kTaps; j += sizeof(Own) / 4) {
+      const Own own = Own::at(w[c + i] + j);
+#pragma unroll
+      for (int n = 0; n < static_cast<int>(sizeof(Own) / 4); ++n) weights[j + n][i] = own.values[n];
+    }
   }
 }
 // Before the SiLU, channel i of the row whose window starts at `window`: the chain of Inputs::convolve().
@@ -109,9 +114,11 @@ __device__ __forceinline__ void load_before(const Inputs<X>& inputs, int64_t i, 
     const int64_t from = i - (kTaps - 1) + j;
     if (from >= 0) {
       Channels<kWide, X>::at(inputs.x[inputs.begin + from] + c).floats(window[j]);
+    } else if (inputs.tail != nullptr) {
+      Channels<kWide, float>::at(inputs.tail + (kTaps - 1 + from) * inputs.tail_stride + c).floats(window[j]);
     } else {
 #pragma unroll
-      for (int d = 0; d < kWide; ++d) window[j][d] = inputs.at(from, c + d);
+      for (int d = 0; d < kWide; ++d) window[j][d] = 0.0f;
     }
   }
 }
@@ -132,10 +139,16 @@ __global__ void __launch_bounds__(kThreads) short_conv(Rows<const X> x, Rows<con
   float inputs_of_rows[kTaps - 1 + kAhead][kWide];  // row base + n has its own at kTaps - 1 + n
   int b = kKeep ? static_cast<int>(first) : sequence_of(sequences.row_begin, sequences.count, first);
   int64_t sequence_end = first;  // so that the first row fills the window
+  Channels<kWide, X> next[kAhead];
+#pragma unroll
+  for (int n = 0; n < kAhead; ++n) next[n] = Channels<kWide, X>::at(x[min(first + n, end - 1)] + c);
   for (int64_t base = first; base < end; base += kAhead) {
     Channels<kWide, X> ahead[kAhead];
 #pragma unroll
-    for (int n = 0; n < kAhead; ++n) ahead[n] = Channels<kWide, X>::at(x[min(base + n, end - 1)] + c);
+    for (int n = 0; n < kAhead; ++n) {
+      ahead[n] = next[n];
+      if (!kKeep) next[n] = Channels<kWide, X>::at(x[min(base + kAhead + n, end - 1)] + c);
+    }
 #pragma unroll
     for (int n = 0; n < kAhead; ++n) {
       const int64_t row = base + n;
@@ -166,8 +179,7 @@ __global__ void __launch_bounds__(kThreads) short_conv(Rows<const X> x, Rows<con
     float* const to = tail.data + tail.slots[b] * tail.slot_stride + c;
 #pragma unroll
     for (int j = 0; j < kTaps - 1; ++j) {
-#pragma unroll
-      for (int i = 0; i < kWide; ++i) to[j * tail.row_stride + i] = inputs_of_rows[j + 1][i];
+      store_channels(to + j * tail.row_stride, inputs_of_rows[j + 1]);
     }
   }
 }
@@ -278,7 +290,7 @@ void backward(const ShortConvBackward& args, Stream& stream) {
   const int64_t piece = std::max(kBackwardRows, divide_up(rows, kBackwardPieces)), pieces = divide_up(rows, piece);
   const ArenaScope scope(stream.workspace());
   float* const partial = stream.workspace().alloc(DType::kF32, {pieces, channels * taps}).f32();
-  const bool wide = aligned_16(args.x) && aligned_16(args.dy) && aligned_16(args.dx);
+  const bool wide = aligned_16(args.x) && aligned_16(args.dy) && aligned_16(args.dx) && (taps != 4 || fours(args.w));
   with_taps(taps, [&](auto count) {
     const auto run = [&](auto channels_each) {
       constexpr int kTaps = decltype(count)::value, kWide = decltype(channels_each)::value;
@@ -308,7 +320,7 @@ void launch_cuda<ShortConv>(const ShortConv& args, Stream& stream) {
     constexpr int kWide = 16 / sizeof(X);
     const Rows<const X> x = rows_of<const X>(args.x);
     const DeviceSequences sequences = on_device(args.sequences);
-    const bool wide = aligned_16(args.x) && aligned_16(args.y);
+    const bool wide = aligned_16(args.x) && aligned_16(args.y) && (taps != 4 || fours(args.w)) && fours(args.tail);
     // One row a block where a batch has few: a block takes its rows one after the other.
     const int64_t block_rows = rows >= 4096 ? 32 : rows >= 1024 ? 8 : 1;
     const bool one_each = kept && taps > 1 && block_rows == 1 && rows == sequences.count && one_row_each(args.sequences);
