@@ -143,20 +143,22 @@ TEST_F(GemmStridedCudaTest, EqualsReference) {
   device.expect_fences_intact();
 }
 
-// The shapes of a model: the large tile beside the small one.
+// The shapes of a model: large tiles beside small ones, long chains.
 TEST_P(GemmRowsCudaTest, LargeAndSmallTilesAgree) {
   const auto [dtype_a, dtype_b] = GetParam();
   TensorPool host(5);
   CudaPool device;
-  const int64_t m = 1500, n = 1536, k = 1024;
-  const Tensor a = device.copy(random_as(host, dtype_a, {m, k}), dtype_a);
-  const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
-  const Tensor whole = device.output(kBf16, {m, n});
-  launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
-  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {777, 800}, {1000, 1100}, {1499, 1500}}) {
-    const Tensor part = device.output(kBf16, {end - begin, n});
-    launch(Gemm{.a = a.slice(0, begin, end), .b = b, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
-    testing::expect_same_bits_on_device(part, whole.slice(0, begin, end));
+  const int64_t m = 1500, n = 1536;
+  for (const int64_t k : {1024, 6152}) {
+    const Tensor a = device.copy(random_as(host, dtype_a, {m, k}), dtype_a);
+    const Tensor b = device.copy(random_as(host, dtype_b, {n, k}), dtype_b);
+    const Tensor whole = device.output(kF32, {m, n});
+    launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
+    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 1}, {777, 800}, {790, 806}, {800, 832}, {1000, 1100}, {1499, 1500}}) {
+      const Tensor part = device.output(kF32, {end - begin, n});
+      launch(Gemm{.a = a.slice(0, begin, end), .b = b, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
+      testing::expect_same_bits_on_device(part, whole.slice(0, begin, end));
+    }
   }
   device.expect_fences_intact();
 }
