@@ -146,10 +146,6 @@ inline __global__ void __launch_bounds__(kScalarThreads) scalar_product(Product 
 
 // --- bf16 factors on the tensor cores ---------------------------------------------------------------------------------
 
-// 16 bytes to shared memory, of which the first `bytes` are read and the rest become 0.
-__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
-}
 template <int kPending>
 __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -199,7 +195,7 @@ struct PartReader {
         count = kDepthInner ? min(count, max(left, 0)) : left > 0 ? count : 0;
       }
       if (fast) {
-        copy_async(to, from[i], count * 2);
+        copy_async(shared_address(to), from[i], count * 2);
       } else {
         for (int j = 0; j < 8; ++j) to[j] = j < count ? from[i][j] : bf16{0};
       }

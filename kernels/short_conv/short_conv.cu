@@ -168,11 +168,14 @@ __global__ void __launch_bounds__(kThreads) short_conv(Rows<const X> x, Rows<con
       }
       store_channels(y[row] + c, out);
     }
-    if constexpr (kKeep) break;
+    if constexpr (kKeep) {
+      break;
+    } else {
 #pragma unroll
-    for (int j = 0; j < kTaps - 1; ++j) {
+      for (int j = 0; j < kTaps - 1; ++j) {
 #pragma unroll
-      for (int i = 0; i < kWide; ++i) inputs_of_rows[j][i] = inputs_of_rows[kAhead + j][i];
+        for (int i = 0; i < kWide; ++i) inputs_of_rows[j][i] = inputs_of_rows[kAhead + j][i];
+      }
     }
   }
   if constexpr (kKeep) {
