@@ -7,8 +7,8 @@
 #   DIR/gpu.sh jobs             there: the quickstart, with worker and learner sharing a GPU and, where there are two, on one each; and
 #                               the same with 150 M parameters; reward and tokens/s
 #   DIR/gpu.sh operators        there: kernels' benchmarks, then public kernels at the same shapes (torch, and fla if installed)
-#   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: prefill, decode, training step,
-#                               with the kernels the time goes to; then transformers on the first
+#   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: a row's bits in training,
+#                               prefill and decode, then their speed and the kernels the time goes to; then transformers on the first
 #   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
 # Exits 1 when anything failed.
 set -euo pipefail
@@ -106,7 +106,7 @@ operators() {
 
 slices() {
   for preset in flash glm52; do
-    step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json" --trace
+    step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json" --check 3000 --trace
     cat "$logs/slice_$preset.log"
   done
   step slice_transformers python3 bench/slice_vs_transformers.py configs/models/flash.json --slice-bench "$here/slice_bench"

@@ -1,7 +1,8 @@
-// slice_bench CONFIG.json [--layers 4] [--device cuda] [--trace]: a published shape cut to its first layers, with random weights: tokens a
+// slice_bench CONFIG.json [--layers 4] [--device cuda] [--trace] [--check TOKENS]: a published shape cut to its first layers, with random weights: tokens a
 // second and share of the roofline of prefill, decode and a training step, and the memory they take. One table.
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <set>
 #include <string>
@@ -33,6 +34,7 @@ struct Flags {
   int64_t train_tokens = 16384;
   int64_t chunk = 8192;        // rows of a prefill pass
   bool trace = false;
+  int64_t check = 0;           // tokens; 0: no check
   double teraflops = 989;      // bf16 peak of an H200
   double terabytes = 4.3;      // a second, as copies reach
 };
@@ -272,6 +274,68 @@ absl::Status bench_train(Bench& b) {
   return trace(b, "training step", 1, [&] { return train_step(b, gradients, gradients.tensors()); });
 }
 
+absl::StatusOr<std::vector<float>> decode_logits(Bench& b, Cache& cache, const std::vector<int64_t>& sequences, int32_t id) {
+  const kernels::ArenaScope scope(b.arena);
+  const Batch batch{.tokens = std::vector<int32_t>(sequences.size(), id), .lengths = std::vector<int64_t>(sequences.size(), 1),
+                    .cached = sequences};
+  ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, &cache, b.arena, b.stream));
+  Step step = b.step(prepared);
+  if (b.stream.on_cuda()) return host_values<float>(b.graphs.run(*b.model, b.weights.tensors(), step, /*capture=*/false).logits, b.stream);
+  return host_values<float>(b.model->logits(b.weights.tensors(), b.model->forward(b.weights.tensors(), step, nullptr), step), b.stream);
+}
+
+// A row's logits at the model's true widths: as a training forward has them, after a prefill in pieces, and in decode alone and in
+// batches up to 128. DataLoss when a bit differs.
+absl::Status check_rows(Bench& b) {
+  constexpr int64_t kDecoded = 8;
+  const int64_t tokens = std::max<int64_t>(b.flags.check, 128), prompt = tokens - kDecoded, vocab = b.config.vocab;
+  const std::vector<int32_t> ids = bench::random_ids(tokens, vocab, 3);
+  std::vector<float> expected;
+  {
+    const kernels::ArenaScope scope(b.arena);
+    const Batch batch{.tokens = ids, .lengths = {tokens}, .cached = {}};
+    ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, nullptr, b.arena, b.stream));
+    Step step = b.step(prepared);
+    SavedForward saved;
+    saved.recompute = true;
+    const Tensor hidden = b.model->forward(b.weights.tensors(), step, &saved);
+    expected = host_values<float>(b.model->logits(b.weights.tensors(), hidden.slice(0, prompt, tokens), step), b.stream);
+  }
+  const auto same = [&](const std::vector<float>& logits, int64_t row, const std::string& what) -> absl::Status {
+    for (size_t i = 0; i < logits.size(); ++i) {
+      const float want = expected[static_cast<size_t>(row * vocab) + i % static_cast<size_t>(vocab)];
+      if (std::memcmp(&logits[i], &want, sizeof want) == 0) continue;
+      return absl::DataLossError(absl::StrCat(what, ", token ", prompt + row, ", logit ", i, ": ", logits[i], ", the training forward has ", want));
+    }
+    return absl::OkStatus();
+  };
+  ASSIGN_OR_RETURN(const auto cache, Cache::create(b.config, {.tokens = tokens + 300 * 128, .sequences = 130, .dtype = b.weights.dtype()},
+                                                   &b.stream));
+  ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
+  const std::vector<int64_t> pieces = {prompt - 100, 1, 64, 35};
+  for (int64_t begin = 0; const int64_t count : pieces) {
+    RETURN_IF_ERROR(pass(b, *cache, {sequence}, {ids.begin() + begin, ids.begin() + begin + count}, false));
+    begin += count;
+  }
+  for (const int64_t batch : {1, 2, 32, 128}) {
+    std::vector<int64_t> forks;
+    for (int64_t i = 0; i < batch; ++i) {
+      ASSIGN_OR_RETURN(const int64_t fork, cache->fork(sequence));
+      forks.push_back(fork);
+    }
+    ASSIGN_OR_RETURN(const std::vector<float> logits, decode_logits(b, *cache, forks, ids[static_cast<size_t>(prompt)]));
+    RETURN_IF_ERROR(same(logits, 0, absl::StrCat("decode in a batch of ", batch)));
+    for (const int64_t fork : forks) RETURN_IF_ERROR(cache->free(fork));
+  }
+  for (int64_t row = 0; row < kDecoded; ++row) {
+    ASSIGN_OR_RETURN(const std::vector<float> logits, decode_logits(b, *cache, {sequence}, ids[static_cast<size_t>(prompt + row)]));
+    RETURN_IF_ERROR(same(logits, row, "decode"));
+  }
+  std::printf("ok the training forward, %lld tokens in pieces and decode in batches of 1 to 128 have the same bits\n",
+              static_cast<long long>(tokens));
+  return absl::OkStatus();
+}
+
 absl::Status run(const Flags& flags) {
   ASSIGN_OR_RETURN(const kernels::Device device, kernels::parse_device(flags.device));
   ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create(device, 2));
@@ -284,6 +348,7 @@ absl::Status run(const Flags& flags) {
   int64_t bytes = 0;
   for (const WeightStore::Entry& entry : b.weights.entries()) bytes += entry.tensor.bytes();
   std::printf("%s, %d layers, bf16, weights %.1f GiB\n", flags.config.c_str(), flags.layers, gib(bytes));
+  if (flags.check > 0) RETURN_IF_ERROR(check_rows(b));
   RETURN_IF_ERROR(bench_prefill(b));
   RETURN_IF_ERROR(bench_decode(b));
   return bench_train(b);
@@ -303,6 +368,7 @@ int main(int argc, char** argv) {
   app.add_option("--context", flags.context, "Tokens before the decode")->check(CLI::PositiveNumber);
   app.add_option("--train", flags.train_tokens, "Tokens of the training step; 0: none")->check(CLI::NonNegativeNumber);
   app.add_option("--chunk", flags.chunk, "Rows of a prefill pass")->check(CLI::PositiveNumber);
+  app.add_option("--check", flags.check, "Compare the logits of so many tokens, bit for bit, first")->check(CLI::NonNegativeNumber);
   app.add_flag("--trace", flags.trace, "Print which kernels the time goes to; needs CUPTI");
   app.add_option("--tflops", flags.teraflops, "The device's bf16 peak");
   app.add_option("--tbps", flags.terabytes, "The device's memory bandwidth");
