@@ -43,29 +43,50 @@ step() {
   local name=$1 begin=$SECONDS result=ok
   shift
   "$@" > "$logs/$name.log" 2>&1 || result=FAIL
-  if [ "$result" = FAIL ]; then failed=1; fi
   # The last line that counts something: gtest's totals, or how many quantities passed.
   local summary
   summary=$(grep -cE '^ok ' "$logs/$name.log" || true)
   if [ "$summary" = 0 ]; then
-    summary=$(grep -E '\[  (PASSED|FAILED|SKIPPED) +\] [0-9]+ test' "$logs/$name.log" | tr -d '\n' | tr -s ' ' || true)
+    summary=$(grep -E '\[  (PASSED|FAILED|SKIPPED) +\] [0-9]+ test|(ERROR|RACECHECK) SUMMARY' "$logs/$name.log" | tr -d '\n' | tr -s ' ' || true)
   else
     summary="$summary quantities within their limits, $(grep -cE '^FAIL' "$logs/$name.log" || true) not"
   fi
-  printf '%-28s %-5s %4d s  %s\n' "$name" "$result" $((SECONDS - begin)) "$summary"
+  printf '%-32s %-5s %4d s  %s\n' "$name" "$result" $((SECONDS - begin)) "$summary"
+  if [ "$result" = FAIL ]; then failed=1; fi
+}
+
+# Steps whose time is of no interest run side by side; finish waits for them.
+running=()
+beside() {
+  ( step "$@"; exit $failed ) &
+  running+=($!)
+}
+finish() {
+  local pid
+  for pid in "${running[@]}"; do wait "$pid" || failed=1; done
+  running=()
+}
+# shards N NAME COMMAND...: a gtest binary's tests in N processes.
+shards() {
+  local count=$1 name=$2 i
+  shift 2
+  for ((i = 0; i < count; ++i)); do beside "${name}_$i" env "GTEST_TOTAL_SHARDS=$count" "GTEST_SHARD_INDEX=$i" "$@"; done
+}
+
+golden() {
+  local fixture status=0
+  for fixture in tests/golden/fixtures/*/; do "$here/golden_check" --device cuda "$@" "$fixture" || status=1; done
+  return $status
 }
 
 run() {
-  step kernels "$here/kernels_cuda_test" --gtest_brief=1
-  for fixture in tests/golden/fixtures/*/; do
-    step "golden_fp32_$(basename "$fixture")" "$here/golden_check" --device cuda "$fixture"
-  done
-  for fixture in tests/golden/fixtures/*/; do
-    step "golden_bf16_$(basename "$fixture")" "$here/golden_check" --device cuda --dtype bf16 "$fixture"
-  done
-  step invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
-  step optimizer "$here/optimizer_cuda_test" --gtest_brief=1
-  step cuda_job tests/job/cuda_job.sh "$here/slipstream" "$here/arithmetic_env"
+  shards 4 kernels "$here/kernels_cuda_test" --gtest_brief=1
+  beside golden_fp32 golden
+  beside golden_bf16 golden --dtype bf16
+  beside invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
+  beside optimizer "$here/optimizer_cuda_test" --gtest_brief=1
+  beside cuda_job tests/job/cuda_job.sh "$here/slipstream" "$here/arithmetic_env"
+  finish
 }
 
 # job NAME SETTING...: the quickstart's recipe on the GPU with these settings.
@@ -114,12 +135,14 @@ slices() {
 }
 
 sanitize() {
-  # Large shapes and the loops over every M take the tools hours.
-  local small='-*154880*:*GemmRows*:*CudaStream*:*6144*:*LargeShapes*'
+  # Large shapes and the loops over every M take the tools hours. racecheck does not follow cp.async that arrives at an mbarrier
+  # (the scales of e4m3 products): it reports these as races.
+  local small='-*154880*:*GemmRows*:*CudaStream*:*6144*:*Large*:*Long*' tool
   for tool in memcheck racecheck; do
-    step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$here/kernels_cuda_test" --gtest_brief=1 \
+    shards 6 "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$here/kernels_cuda_test" --gtest_brief=1 \
       "--gtest_filter=${FILTER:-$small}"
   done
+  finish
 }
 
 here=$(cd "$(dirname "$0")" && pwd)
