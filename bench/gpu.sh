@@ -96,7 +96,7 @@ job() {
   for set in "$@"; do settings+=(--set "$set"); done
   "$here/slipstream" run -c configs/quickstart.yaml --set device=cuda --set model.dtype=bf16 --set "run.dir=$logs" --set "run.id=$name" \
     --set "environments=[{name: arithmetic, command: [$here/arithmetic_env, --address, \"{address}\"], tasks: [{name: add_small}]}]" \
-    --set "model.path=$logs/models/$name" "${settings[@]}"
+    --set "model.path=$logs/models/$name" "${settings[@]}" || return 1
   python3 - "$logs/$name/metrics.jsonl" <<'P'
 import json, sys
 rows = [row for row in map(json.loads, open(sys.argv[1])) if row["phase"] == "rl"]
@@ -112,7 +112,7 @@ P
 
 jobs() {
   step job_quickstart job quickstart
-  if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then step job_two_gpus job two-gpus rollout.device=cuda:0 learner.device=cuda:1; fi
+  if [ "$(nvidia-smi -L 2> /dev/null | wc -l)" -gt 1 ]; then step job_two_gpus job two-gpus rollout.device=cuda:0 learner.device=cuda:1; fi
   step job_150m job flash-150m 'model.init={config: flash-150m, seed: 1}' learner.steps=60 learner.warmup.learning_rate=3e-4 \
     learner.optimizer.learning_rate=5e-5
   grep -h '^ok reward' "$logs"/job_*.log
@@ -147,7 +147,7 @@ sanitize() {
 
 here=$(cd "$(dirname "$0")" && pwd)
 case ${1:-} in
-  bundle) bundle "$2" ;;
+  bundle) bundle "${2:?bench/gpu.sh bundle: expected DIR}" ;;
   run | jobs | operators | slices | sanitize)
     logs=${LOGS:-$here/logs}
     mkdir -p "$logs"
@@ -156,7 +156,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,16p' "$0"
+    sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0"
     exit 2
     ;;
 esac

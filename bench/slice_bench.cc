@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <set>
 #include <string>
@@ -41,8 +42,9 @@ struct Flags {
 
 absl::StatusOr<ModelConfig> read_slice(const std::string& path, int layers) {
   std::ifstream file(path);
+  if (!file || std::filesystem::is_directory(path)) return absl::NotFoundError(absl::StrCat(path, ": cannot be read, expected a config.json"));
   const auto json = nlohmann::ordered_json::parse(file, nullptr, false);
-  if (json.is_discarded()) return absl::InvalidArgumentError(absl::StrCat(path, ": expected a config.json"));
+  if (!json.is_object()) return absl::InvalidArgumentError(absl::StrCat(path, ": expected a config.json, an object"));
   nlohmann::ordered_json slice = json;
   nlohmann::ordered_json& text = slice.contains("text_config") ? slice["text_config"] : slice;
   text["num_hidden_layers"] = layers;
@@ -337,6 +339,11 @@ absl::Status check_rows(Bench& b) {
 }
 
 absl::Status run(const Flags& flags) {
+  const int64_t length = std::min(flags.train_tokens, flags.context);
+  if (length > 0 && (length < 2 || flags.train_tokens % length != 0)) {
+    return absl::InvalidArgumentError(absl::StrCat("--train: ", flags.train_tokens, ", expected 0, 2.. --context ", flags.context,
+                                                   ", or a multiple of it"));
+  }
   ASSIGN_OR_RETURN(const kernels::Device device, kernels::parse_device(flags.device));
   ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create(device, 2));
   ASSIGN_OR_RETURN(ModelConfig config, read_slice(flags.config, flags.layers));
@@ -363,18 +370,25 @@ int main(int argc, char** argv) {
   app.add_option("config", flags.config, "config.json")->required();
   app.add_option("--layers", flags.layers)->check(CLI::PositiveNumber);
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
-  app.add_option("--prefill", flags.prefill, "Tokens of each prompt")->delimiter(',');
+  app.add_option("--prefill", flags.prefill, "Tokens of each prompt, at least 2")->delimiter(',')->check(CLI::Range(int64_t{2}, int64_t{1} << 30));
   app.add_option("--batches", flags.batches, "Sequences of each decode")->delimiter(',')->check(CLI::PositiveNumber);
   app.add_option("--context", flags.context, "Tokens before the decode")->check(CLI::PositiveNumber);
   app.add_option("--train", flags.train_tokens, "Tokens of the training step; 0: none")->check(CLI::NonNegativeNumber);
   app.add_option("--chunk", flags.chunk, "Rows of a prefill pass")->check(CLI::PositiveNumber);
-  app.add_option("--check", flags.check, "Compare the logits of so many tokens, bit for bit, first")->check(CLI::NonNegativeNumber);
+  app.add_option("--check", flags.check, "Compare the logits of so many tokens (128 or more), bit for bit, first")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
   app.add_flag("--trace", flags.trace, "Print which kernels the time goes to; needs CUPTI");
   app.add_option("--tflops", flags.teraflops, "The device's bf16 peak");
   app.add_option("--tbps", flags.terabytes, "The device's memory bandwidth");
   CLI11_PARSE(app, argc, argv);
-  const absl::Status status = slipstream::model::run(flags);
-  if (status.ok()) return 0;
-  std::fprintf(stderr, "slice_bench: %s\n", std::string(status.message()).c_str());
+  std::string problem;
+  try {
+    const absl::Status status = slipstream::model::run(flags);
+    if (status.ok()) return 0;
+    problem = std::string(status.message());
+  } catch (const nlohmann::json::exception& error) {  // cutting a config of odd types
+    problem = flags.config + ": " + error.what();
+  }
+  std::fprintf(stderr, "slice_bench: %s\n", problem.c_str());
   return 1;
 }
