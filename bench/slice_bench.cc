@@ -121,6 +121,12 @@ absl::Status trace(const Bench& b, const std::string& what, int passes, const Pa
   return absl::OkStatus();
 }
 
+// The logits of a decode step, [B, V].
+Tensor decode(Bench& b, Step& step) {
+  if (b.stream.on_cuda()) return b.graphs.run(*b.model, b.weights.tensors(), step, /*capture=*/false).logits;
+  return b.model->logits(b.weights.tensors(), b.model->forward(b.weights.tensors(), step, nullptr), step);
+}
+
 // With `logits`, a decode step.
 absl::Status pass(Bench& b, Cache& cache, const std::vector<int64_t>& sequences, const std::vector<int32_t>& ids, bool logits) {
   const kernels::ArenaScope scope(b.arena);
@@ -128,11 +134,10 @@ absl::Status pass(Bench& b, Cache& cache, const std::vector<int64_t>& sequences,
   const Batch batch{.tokens = ids, .lengths = std::vector<int64_t>(sequences.size(), count), .cached = sequences};
   ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, &cache, b.arena, b.stream));
   Step step = b.step(prepared);
-  if (logits && b.stream.on_cuda()) {
-    b.graphs.run(*b.model, b.weights.tensors(), step, /*capture=*/false);
+  if (logits) {
+    decode(b, step);
   } else {
-    const Tensor hidden = b.model->forward(b.weights.tensors(), step, nullptr);
-    if (logits) b.model->logits(b.weights.tensors(), hidden, step);
+    b.model->forward(b.weights.tensors(), step, nullptr);
   }
   b.stream.synchronize();
   return absl::OkStatus();
@@ -282,8 +287,7 @@ absl::StatusOr<std::vector<float>> decode_logits(Bench& b, Cache& cache, const s
                     .cached = sequences};
   ASSIGN_OR_RETURN(const PreparedBatch prepared, prepare_batch(b.config, batch, &cache, b.arena, b.stream));
   Step step = b.step(prepared);
-  if (b.stream.on_cuda()) return host_values<float>(b.graphs.run(*b.model, b.weights.tensors(), step, /*capture=*/false).logits, b.stream);
-  return host_values<float>(b.model->logits(b.weights.tensors(), b.model->forward(b.weights.tensors(), step, nullptr), step), b.stream);
+  return host_values<float>(decode(b, step), b.stream);
 }
 
 // A row's logits at the model's true widths: as a training forward has them, after a prefill in pieces, and in decode alone and in

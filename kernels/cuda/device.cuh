@@ -33,6 +33,13 @@ __device__ __forceinline__ float rounded(float value) {
   return load(&kept);
 }
 
+// 2^x in one instruction: within 2 ulp, 1 for 0, 0 for -infinity.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Four values at once; p must be aligned to their size.
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ __forceinline__ float4 load4(const bf16* p) {

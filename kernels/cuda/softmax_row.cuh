@@ -11,12 +11,6 @@ constexpr int kSoftmaxThreads = 512;
 constexpr int kSoftmaxColumns = 64;  // of a block
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-__device__ __forceinline__ float fast_exp2(float x) {  // within 2 ulp; 1 for 0
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Some columns of a row, with d = (logit - max) scale and scale = log2(e) / temperature.
 struct RowPart {
   float max;

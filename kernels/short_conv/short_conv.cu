@@ -52,9 +52,8 @@ __device__ __forceinline__ float sigmoid_for(float x) {
   if constexpr (std::is_same_v<X, float>) {
     return sigmoid(x);
   } else {
-    float power, y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504088896341f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + power));
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + fast_exp2(x * -1.44269504088896341f)));
     return y;
   }
 }

@@ -151,12 +151,6 @@ struct PackedShares {
   }
 };
 
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // What the scores of a head are compared with. Absent heads have lse = infinity, which makes their p zero.
 template <class Shape>
 __device__ __forceinline__ void prepare_rows(WgmmaGradShared<Shape>& s, const GradientView<bf16, bf16>& view,

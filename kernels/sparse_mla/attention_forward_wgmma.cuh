@@ -44,12 +44,6 @@ __device__ __forceinline__ int key_count(const LatentView& view, int t) {
 
 // --- A query's block of the softmax ---
 
-__device__ __forceinline__ float exp2_fast(float x) {  // 0 for -infinity; 2 ulp
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // threadIdx.x, read anew: where registers are scarce, nothing that follows from it is kept.
 __device__ __forceinline__ uint32_t thread_again() {
   uint32_t thread;
@@ -94,15 +88,15 @@ struct SoftmaxRows {
       all = fmaxf(all, __shfl_xor_sync(~0u, all, 2)) * scale;
       const float before = top[r];
       if (all > before + kTopSlack) top[r] = all;
-      rescale[r] = top[r] == before ? 1.0f : exp2_fast(before - top[r]);
+      rescale[r] = top[r] == before ? 1.0f : fast_exp2(before - top[r]);
       sum[r] *= rescale[r];
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float low = exp2_fast(fmaf(scores[4 * j + 2 * r], scale, -top[r]));
-        const float high = exp2_fast(fmaf(scores[4 * j + 2 * r + 1], scale, -top[r]));
+        const float low = fast_exp2(fmaf(scores[4 * j + 2 * r], scale, -top[r]));
+        const float high = fast_exp2(fmaf(scores[4 * j + 2 * r + 1], scale, -top[r]));
         sum[r] += low + high;
         weights[j / 2][j % 2 * 2 + r] = pack_bf16(low, high);
       }

@@ -16,7 +16,7 @@ namespace slipstream::kernels::testing {
 namespace {
 
 std::unique_ptr<Stream> create_stream() {
-  absl::StatusOr<std::unique_ptr<Stream>> stream = Stream::create_cuda(0, int64_t{1} << 31);
+  absl::StatusOr<std::unique_ptr<Stream>> stream = Stream::create(Device{DeviceKind::kCuda, 0}, 0);
   if (!stream.ok()) {
     std::fprintf(stderr, "%s\n", std::string(stream.status().message()).c_str());
     std::exit(1);
