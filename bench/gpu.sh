@@ -8,7 +8,8 @@
 #                               the same with 150 M parameters; reward and tokens/s
 #   DIR/gpu.sh operators        there: kernels' benchmarks, then public kernels at the same shapes (torch, and fla if installed)
 #   DIR/gpu.sh slices           there: four layers of GLM-5.3-Flash and GLM-5.2, random weights: a row's bits in training,
-#                               prefill and decode, then their speed and the kernels the time goes to; then transformers on the first
+#                               prefill and decode, then their speed and the kernels the time goes to; GLM-5.2 again with fp8
+#                               weights; then transformers on the first
 #   DIR/gpu.sh sanitize         there: compute-sanitizer's memcheck and racecheck over the kernels' tests of small shapes
 # Exits 1 when anything failed.
 set -euo pipefail
@@ -130,6 +131,8 @@ slices() {
     step "slice_$preset" "$here/slice_bench" "configs/models/$preset.json" --check 3000 --trace
     cat "$logs/slice_$preset.log"
   done
+  step slice_glm52_fp8 "$here/slice_bench" configs/models/glm52.json --fp8 --check 3000 --trace
+  cat "$logs/slice_glm52_fp8.log"
   step slice_transformers python3 bench/slice_vs_transformers.py configs/models/flash.json --slice-bench "$here/slice_bench"
   cat "$logs/slice_transformers.log"
 }

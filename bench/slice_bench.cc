@@ -1,5 +1,6 @@
-// slice_bench CONFIG.json [--layers 4] [--device cuda] [--trace] [--check TOKENS]: a published shape cut to its first layers, with random weights: tokens a
-// second and share of the roofline of prefill, decode and a training step, and the memory they take. One table.
+// slice_bench CONFIG.json [--layers 4] [--device cuda] [--fp8] [--trace] [--check TOKENS]: a published shape cut to its first
+// layers, with random weights: tokens a second and share of the roofline of prefill, decode and a training step, and the memory
+// they take. One table.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "bench/measuring.h"
 #include "common/hash.h"
 #include "common/status.h"
+#include "kernels/e4m3.h"
 #include "model/accounting.h"
 #include "model/decode_graphs.h"
 #include "model/host_values.h"
@@ -34,9 +36,11 @@ struct Flags {
   int64_t context = 8192;      // of decode
   int64_t train_tokens = 16384;
   int64_t chunk = 8192;        // rows of a prefill pass
+  bool fp8 = false;            // linear layers in e4m3
   bool trace = false;
   int64_t check = 0;           // tokens; 0: no check
   double teraflops = 989;      // bf16 peak of an H200
+  double fp8_teraflops = 1979;
   double terabytes = 4.3;      // a second, as copies reach
 };
 
@@ -45,6 +49,10 @@ absl::StatusOr<ModelConfig> read_slice(const std::string& path, int layers) {
   if (!file || std::filesystem::is_directory(path)) return absl::NotFoundError(absl::StrCat(path, ": cannot be read, expected a config.json"));
   const auto json = nlohmann::ordered_json::parse(file, nullptr, false);
   if (!json.is_object()) return absl::InvalidArgumentError(absl::StrCat(path, ": expected a config.json, an object"));
+  ASSIGN_OR_RETURN(const ModelConfig whole, parse_model_config(json, path));
+  if (static_cast<size_t>(layers) > whole.layers.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("--layers: ", layers, ", expected at most the ", whole.layers.size(), " of ", path));
+  }
   nlohmann::ordered_json slice = json;
   nlohmann::ordered_json& text = slice.contains("text_config") ? slice["text_config"] : slice;
   text["num_hidden_layers"] = layers;
@@ -71,15 +79,22 @@ void fill(const WeightStore& weights, float std, kernels::Stream& stream) {
   const float range = std * std::sqrt(3.0f);
   std::vector<float> random(kCount), ones(kCount, 1.0f), zeros(kCount, 0.0f);
   std::vector<kernels::bf16> rounded(kCount);
+  std::vector<kernels::e4m3> codes(kCount);
+  const float scale = range / kernels::kE4m3Largest;
   for (int64_t i = 0; i < kCount; ++i) {
     const double unit = static_cast<double>(splitmix64(static_cast<uint64_t>(i)) >> 11) * 0x1p-53;
     random[static_cast<size_t>(i)] = range * static_cast<float>(2.0 * unit - 1.0);
     rounded[static_cast<size_t>(i)] = kernels::to_bf16(random[static_cast<size_t>(i)]);
+    codes[static_cast<size_t>(i)] = kernels::to_e4m3(random[static_cast<size_t>(i)] / scale);
+  }
+  for (const auto& [weight, scales] : weights.scales()) {
+    stream.upload(std::vector<float>(static_cast<size_t>(scales.numel()), scale).data(), scales);
   }
   for (const WeightStore::Entry& entry : weights.entries()) {
     const Tensor& t = entry.tensor;
     const Init init = entry.parameter.init;
     const void* from = t.dtype() == DType::kBf16 ? static_cast<const void*>(rounded.data())
+                       : t.dtype() == DType::kF8E4M3 ? codes.data()
                        : init == Init::kOnes     ? ones.data()
                        : init == Init::kNormal   ? random.data()
                                                  : zeros.data();
@@ -100,7 +115,9 @@ struct Bench {
   kernels::Arena arena;
   DecodeGraphs graphs = {};
 
-  Step step(const PreparedBatch& prepared) { return {stream, arena, prepared, nullptr, activation_dtype(stream, weights.dtype())}; }
+  Step step(const PreparedBatch& prepared) {
+    return {stream, arena, prepared, nullptr, activation_dtype(stream, weights.dtype()), &weights.scales()};
+  }
 };
 
 double gib(int64_t bytes) { return static_cast<double>(bytes) / (int64_t{1} << 30); }
@@ -153,6 +170,22 @@ absl::StatusOr<double> prefill(Bench& b, Cache& cache, int64_t sequence, int64_t
   return bench::seconds_since(start);
 }
 
+// The part of a parameter that is used where a layer uses so many experts.
+double used(const Bench& b, const Parameter& parameter, double experts) {
+  return parameter.expert ? experts / static_cast<double>(b.config.moe->experts) : 1.0;
+}
+
+// Operations a token in products with e4m3.
+double fp8_flops(const Bench& b) {
+  double flops = 0;
+  for (const WeightStore::Entry& entry : b.weights.entries()) {
+    if (entry.tensor.dtype() != DType::kF8E4M3) continue;
+    const double experts = b.config.moe ? static_cast<double>(b.config.moe->per_token) : 0;
+    flops += 2 * used(b, entry.parameter, experts) * static_cast<double>(entry.tensor.numel());
+  }
+  return flops;
+}
+
 absl::Status bench_prefill(Bench& b) {
   for (const int64_t tokens : b.flags.prefill) {
     ASSIGN_OR_RETURN(const auto cache, Cache::create(b.config, {.tokens = tokens + 64, .sequences = 1, .dtype = b.weights.dtype()}, &b.stream));
@@ -164,8 +197,10 @@ absl::Status bench_prefill(Bench& b) {
       if (i > 0) best = std::min(best, seconds);
     }
     ASSIGN_OR_RETURN(const Accounting cost, account(b.config, tokens / 2));
-    const double flops = static_cast<double>(tokens) * static_cast<double>(cost.flops.total() - 2 * b.config.vocab * b.config.hidden);
-    print(absl::StrCat("prefill ", tokens), best, static_cast<double>(tokens), "bf16 peak", flops / best / (b.flags.teraflops * 1e12),
+    const double fp8 = fp8_flops(b);
+    const double bf16 = static_cast<double>(cost.flops.total() - 2 * b.config.vocab * b.config.hidden) - fp8;
+    const double least = static_cast<double>(tokens) * (bf16 / b.flags.teraflops + fp8 / b.flags.fp8_teraflops) * 1e-12;
+    print(absl::StrCat("prefill ", tokens), best, static_cast<double>(tokens), b.flags.fp8 ? "peaks" : "bf16 peak", least / best,
           b.arena.peak() + cache->usage().bytes_total);
     const auto once_more = [&]() -> absl::Status {
       ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
@@ -197,17 +232,19 @@ absl::StatusOr<int64_t> experts_used(Bench& b, Cache& cache, const std::vector<i
 // Bytes one decode step of `batch` sequences must read: weights once, of experts those that some token uses, and each
 // sequence's attended rows, indexer keys and recurrent state (read and written).
 double decode_bytes(const Bench& b, const Accounting& cost, int64_t batch, int64_t experts) {
-  double weights = static_cast<double>(cost.parameters.active), moe_layers = 0;
+  double moe_layers = 0, weights = 0;
   for (const LayerConfig& layer : b.config.layers) moe_layers += layer.moe;
-  if (b.config.moe) {
-    const double counted = moe_layers * static_cast<double>(b.config.moe->per_token);
-    weights += (static_cast<double>(experts) - counted) * 3.0 * static_cast<double>(b.config.hidden * b.config.moe->intermediate);
+  for (const WeightStore::Entry& entry : b.weights.entries()) {
+    if (entry.parameter.group == ParameterGroup::kEmbedding) continue;
+    const auto scales = b.weights.scales().find(entry.tensor.raw());
+    const int64_t bytes = entry.tensor.bytes() + (scales == b.weights.scales().end() ? 0 : scales->second.bytes());
+    weights += used(b, entry.parameter, static_cast<double>(experts) / moe_layers) * static_cast<double>(bytes);
   }
   const auto context = static_cast<double>(b.flags.context);
   const double cache = context * (cost.decode_fraction * static_cast<double>(cost.latent_bytes_per_token) +
                                   static_cast<double>(cost.indexer_bytes_per_token)) +
                        2.0 * static_cast<double>(cost.state_bytes);
-  return 2.0 * weights + static_cast<double>(batch) * cache;
+  return weights + static_cast<double>(batch) * cache;
 }
 
 absl::Status bench_decode(Bench& b) {
@@ -264,6 +301,10 @@ absl::Status train_step(Bench& b, const WeightStore& gradients, ModelWeights& dw
 
 absl::Status bench_train(Bench& b) {
   if (b.flags.train_tokens == 0) return absl::OkStatus();
+  if (b.flags.fp8) {
+    std::printf("training step: not with --fp8, as weights in fp8 are not trained\n");
+    return absl::OkStatus();
+  }
   ASSIGN_OR_RETURN(WeightStore gradients, WeightStore::create_gradients(b.config, false, false, b.stream.device()));
   double best = 1e30;
   for (int i = 0; i < 2; ++i) {
@@ -274,10 +315,8 @@ absl::Status bench_train(Bench& b) {
   ASSIGN_OR_RETURN(const Accounting cost, account(b.config, std::min(b.flags.train_tokens, b.flags.context) / 2));
   // Forward and twice as much backward; what recomputation adds does not count as useful.
   const double flops = 3.0 * static_cast<double>(b.flags.train_tokens) * static_cast<double>(cost.flops.total());
-  int64_t bytes = b.arena.peak();
-  for (const WeightStore::Entry& entry : gradients.entries()) bytes += entry.tensor.empty() ? 0 : entry.tensor.bytes();
   print(absl::StrCat("training step, ", b.flags.train_tokens, " tokens"), best, static_cast<double>(b.flags.train_tokens), "bf16 peak",
-        flops / best / (b.flags.teraflops * 1e12), bytes);
+        flops / best / (b.flags.teraflops * 1e12), b.arena.peak() + gradients.bytes());
   return trace(b, "training step", 1, [&] { return train_step(b, gradients, gradients.tensors()); });
 }
 
@@ -351,14 +390,15 @@ absl::Status run(const Flags& flags) {
   ASSIGN_OR_RETURN(const kernels::Device device, kernels::parse_device(flags.device));
   ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create(device, 2));
   ASSIGN_OR_RETURN(ModelConfig config, read_slice(flags.config, flags.layers));
-  ASSIGN_OR_RETURN(WeightStore weights, WeightStore::create_weights(config, DType::kBf16, false, device));
+  ASSIGN_OR_RETURN(WeightStore weights, WeightStore::create_weights(config, DType::kBf16, false, device, [&](const Parameter& p) {
+                     return flags.fp8 && may_be_fp8(p, device.kind);
+                   }));
   fill(weights, config.init_std, *stream);
   ASSIGN_OR_RETURN(auto model, Model::create(config));
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(device, int64_t{1} << 37));
   Bench b{flags, *stream, std::move(config), std::move(weights), std::move(model), std::move(arena)};
-  int64_t bytes = 0;
-  for (const WeightStore::Entry& entry : b.weights.entries()) bytes += entry.tensor.bytes();
-  std::printf("%s, %d layers, bf16, weights %.1f GiB\n", flags.config.c_str(), flags.layers, gib(bytes));
+  std::printf("%s, %d layers, bf16%s, weights %.1f GiB\n", flags.config.c_str(), flags.layers,
+              flags.fp8 ? " with linear layers in fp8" : "", gib(b.weights.bytes()));
   if (flags.check > 0) RETURN_IF_ERROR(check_rows(b));
   RETURN_IF_ERROR(bench_prefill(b));
   RETURN_IF_ERROR(bench_decode(b));
@@ -381,8 +421,10 @@ int main(int argc, char** argv) {
   app.add_option("--chunk", flags.chunk, "Rows of a prefill pass")->check(CLI::PositiveNumber);
   app.add_option("--check", flags.check, "Compare the logits of so many tokens (128 or more), bit for bit, first")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
+  app.add_flag("--fp8", flags.fp8, "Linear layers in fp8, as rollout.fp8_weights; no training step then");
   app.add_flag("--trace", flags.trace, "Print which kernels the time goes to; needs CUPTI");
   app.add_option("--tflops", flags.teraflops, "The device's bf16 peak");
+  app.add_option("--fp8-tflops", flags.fp8_teraflops, "Its e4m3 peak");
   app.add_option("--tbps", flags.terabytes, "The device's memory bandwidth");
   CLI11_PARSE(app, argc, argv);
   std::string problem;

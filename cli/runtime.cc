@@ -11,14 +11,18 @@ absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
   ASSIGN_OR_RETURN(const kernels::DType dtype, parse_dtype(flags.dtype));
   const absl::StatusOr<kernels::Device> device = kernels::parse_device(flags.device);
   if (!device.ok()) return absl::InvalidArgumentError(absl::StrCat("--device: ", device.status().message()));
-  ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create(*device, flags.threads));
-  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> host, kernels::Stream::create_cpu(flags.threads));
-  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *host));
-  ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
-  if (flags.fp8_weights && stream->on_cuda() && dtype != kernels::DType::kBf16) {
+  const bool on_cuda = device->kind == kernels::DeviceKind::kCuda;
+  if (flags.fp8_weights && on_cuda && dtype != kernels::DType::kBf16) {
     return absl::InvalidArgumentError("--fp8-weights: expected --dtype bf16 on a GPU");
   }
-  if (stream->on_cuda() || flags.fp8_weights) {
+  ASSIGN_OR_RETURN(std::unique_ptr<kernels::Stream> stream, kernels::Stream::create(*device, flags.threads));
+  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> host, kernels::Stream::create_cpu(flags.threads));
+  ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *host,
+                                                                     {.keep_fp8_for = flags.fp8_weights
+                                                                                          ? std::optional(device->kind)
+                                                                                          : std::nullopt}));
+  ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
+  if (on_cuda || flags.fp8_weights) {
     ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream, flags.fp8_weights));
   }
   ASSIGN_OR_RETURN(kernels::Arena arena, kernels::Arena::create(*device, kArenaBytes));

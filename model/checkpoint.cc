@@ -1,5 +1,6 @@
 #include "model/checkpoint.h"
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -85,6 +86,12 @@ absl::StatusOr<std::vector<SafetensorsFile>> open_shards(const std::string& dir,
 
 }  // namespace
 
+struct Checkpoint::Fp8Weight {
+  Fp8Blocks blocks;           // its scales are those below
+  std::vector<float> scales;  // a copy: the file may hold them unaligned
+  Entry scale_entry;
+};
+
 absl::StatusOr<Checkpoint> Checkpoint::open(const std::string& dir, const CheckpointOptions& options) {
   RETURN_IF_ERROR(check_options(options));
   const std::string single_path = absl::StrCat(dir, "/", kSingleFileName);
@@ -140,16 +147,18 @@ absl::StatusOr<Checkpoint::Entry> Checkpoint::entry(std::string_view name) const
   return found->second;
 }
 
+absl::StatusOr<Checkpoint::Entry> Checkpoint::entry_of_shape(std::string_view name, const std::vector<int64_t>& expected) const {
+  ASSIGN_OR_RETURN(const Entry found, entry(name));
+  if (found.tensor->shape == expected) return found;
+  return at(*found.path, name, absl::StatusCode::kInvalidArgument,
+            absl::StrCat("shape ", describe_shape(found.tensor->shape), ", expected ", describe_shape(expected)));
+}
+
 absl::Status Checkpoint::read_into(std::string_view name, const Tensor& dst) {
   CHECK(!dst.empty());
   CHECK(dst.device() == kernels::Device{});
-  ASSIGN_OR_RETURN(const Entry from, entry(name));
+  ASSIGN_OR_RETURN(const Entry from, entry_of_shape(name, shape_of(dst)));
   const StoredTensor& tensor = *from.tensor;
-  const std::vector<int64_t> expected = shape_of(dst);
-  if (tensor.shape != expected) {
-    return at(*from.path, name, absl::StatusCode::kInvalidArgument,
-              absl::StrCat("shape ", describe_shape(tensor.shape), ", expected ", describe_shape(expected)));
-  }
   if (can_convert(tensor.dtype, dst.dtype())) {
     const std::byte* in = tensor.bytes.data();
     for_each_run(dst, [&](void* out, int64_t count) {
@@ -157,7 +166,9 @@ absl::Status Checkpoint::read_into(std::string_view name, const Tensor& dst) {
       in += count * size_of(tensor.dtype);
     });
   } else if (tensor.dtype == StoredDType::kF8E4M3 && dst.dtype() != DType::kI32) {
-    RETURN_IF_ERROR(read_fp8(from, dst));
+    ASSIGN_OR_RETURN(const Fp8Weight weight, fp8_weight(from));
+    dequantize(weight.blocks, dst);
+    mark_read(weight.scale_entry);
   } else {
     return at(*from.path, name, absl::StatusCode::kInvalidArgument,
               absl::StrCat("dtype ", name_of(tensor.dtype), ", expected one that converts to ",
@@ -167,7 +178,23 @@ absl::Status Checkpoint::read_into(std::string_view name, const Tensor& dst) {
   return absl::OkStatus();
 }
 
-absl::Status Checkpoint::read_fp8(const Entry& weight, const Tensor& dst) {
+absl::Status Checkpoint::read_fp8_into(std::string_view name, const Tensor& codes, const Tensor& scales) {
+  CHECK(codes.dtype() == DType::kF8E4M3 && codes.dense() && codes.device() == kernels::Device{});
+  ASSIGN_OR_RETURN(const Entry from, entry_of_shape(name, shape_of(codes)));
+  if (from.tensor->dtype != StoredDType::kF8E4M3) {
+    return at(*from.path, name, absl::StatusCode::kInvalidArgument,
+              absl::StrCat("dtype ", name_of(from.tensor->dtype), ", expected F8_E4M3"));
+  }
+  ASSIGN_OR_RETURN(const Fp8Weight weight, fp8_weight(from));
+  CHECK(scales.dense() && scales.has_shape({weight.blocks.scale_rows(), weight.blocks.scale_cols()}));
+  std::copy_n(weight.blocks.codes, codes.numel(), static_cast<uint8_t*>(codes.raw()));
+  std::copy(weight.scales.begin(), weight.scales.end(), scales.f32());
+  mark_read(weight.scale_entry);
+  mark_read(from);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Checkpoint::Fp8Weight> Checkpoint::fp8_weight(const Entry& weight) const {
   const StoredTensor& codes = *weight.tensor;
   const std::string scale_name = absl::StrCat(codes.name, "_scale_inv");
   const auto found = entries_.find(scale_name);
@@ -182,28 +209,28 @@ absl::Status Checkpoint::read_fp8(const Entry& weight, const Tensor& dst) {
               absl::StrCat("shape ", describe_shape(codes.shape),
                            ", expected a matrix for F8_E4M3 with block scales"));
   }
-  Fp8Blocks blocks{.codes = reinterpret_cast<const uint8_t*>(codes.bytes.data()),
-                   .rows = codes.shape[0],
-                   .cols = codes.shape[1],
-                   .scales = nullptr,
-                   .block_rows = options_.fp8_block_rows,
-                   .block_cols = options_.fp8_block_cols};
-  const std::vector<int64_t> expected = {blocks.scale_rows(), blocks.scale_cols()};
+  Fp8Weight out{.blocks = {.codes = reinterpret_cast<const uint8_t*>(codes.bytes.data()),
+                           .rows = codes.shape[0],
+                           .cols = codes.shape[1],
+                           .scales = nullptr,
+                           .block_rows = options_.fp8_block_rows,
+                           .block_cols = options_.fp8_block_cols},
+                .scales = {},
+                .scale_entry = scale_entry};
+  const std::vector<int64_t> expected = {out.blocks.scale_rows(), out.blocks.scale_cols()};
   if (scale.dtype != StoredDType::kF32 || scale.shape != expected) {
     return at(*scale_entry.path, scale_name, absl::StatusCode::kInvalidArgument,
               absl::StrCat(scale.describe(), ", expected F32 ", describe_shape(expected)));
   }
-  std::vector<float> scales(scale.bytes.size() / sizeof(float));  // a copy: the file may hold them unaligned
-  if (!scales.empty()) std::memcpy(scales.data(), scale.bytes.data(), scale.bytes.size());
-  blocks.scales = scales.data();
-  if (const BadScale bad = find_bad_scale(blocks); bad.found) {
+  out.scales.resize(scale.bytes.size() / sizeof(float));
+  if (!out.scales.empty()) std::memcpy(out.scales.data(), scale.bytes.data(), scale.bytes.size());
+  out.blocks.scales = out.scales.data();
+  if (const BadScale bad = find_bad_scale(out.blocks); bad.found) {
     return at(*scale_entry.path, scale_name, absl::StatusCode::kInvalidArgument,
               absl::StrCat("block [", bad.row, ", ", bad.col, "]: scale ", bad.scale,
                            ", expected a finite one, above 0 where the block is not all zeros"));
   }
-  dequantize(blocks, dst);
-  mark_read(scale_entry);
-  return absl::OkStatus();
+  return out;
 }
 
 std::vector<std::string> Checkpoint::unread() const {

@@ -49,6 +49,10 @@ class Checkpoint {
   // [2, 4]". dst is as it was, unless the answer is OK.
   absl::Status read_into(std::string_view name, const kernels::Tensor& dst);
 
+  // Reads an F8_E4M3 matrix as it is stored: codes [rows, cols] f8_e4m3 and its block scales
+  // [ceil(rows / fp8_block_rows), ceil(cols / fp8_block_cols)] f32, both dense and on the CPU. Errors as those of read_into().
+  absl::Status read_fp8_into(std::string_view name, const kernels::Tensor& codes, const kernels::Tensor& scales);
+
   // Names that no read_into() has asked for with success, sorted. A scale is read with its weight.
   std::vector<std::string> unread() const;
 
@@ -61,7 +65,11 @@ class Checkpoint {
 
   Checkpoint(std::string where, std::vector<SafetensorsFile> files, const CheckpointOptions& options);
   absl::StatusOr<Entry> entry(std::string_view name) const;
-  absl::Status read_fp8(const Entry& weight, const kernels::Tensor& dst);
+  // What `name` is, if its shape is `expected`.
+  absl::StatusOr<Entry> entry_of_shape(std::string_view name, const std::vector<int64_t>& expected) const;
+  // A weight's codes, where they lie in the file, and its scales, checked.
+  struct Fp8Weight;
+  absl::StatusOr<Fp8Weight> fp8_weight(const Entry& weight) const;
   void mark_read(const Entry& entry) {
     read_[static_cast<size_t>(entry.index)].store(true, std::memory_order_relaxed);
   }

@@ -66,22 +66,38 @@ Tensor part_of(const Tensor& tensor, const FilePart& part) {
 struct PartToRead {
   const FilePart* part;
   Tensor to;
+  Tensor scales;  // absent unless `to` is e4m3
 };
 
 absl::Status read_parts(Checkpoint& checkpoint, const WeightStore& store, kernels::Stream& stream) {
   std::vector<PartToRead> parts;
   for (const WeightStore::Entry& entry : store.entries()) {
-    for (const FilePart& part : entry.parameter.parts) parts.push_back({&part, part_of(entry.tensor, part)});
+    const auto found = store.scales().find(entry.tensor.raw());
+    const Tensor scales = found == store.scales().end() ? Tensor() : found->second;
+    int64_t expert = 0;  // of stacked ones each is a tensor of the file
+    for (const FilePart& part : entry.parameter.parts) {
+      parts.push_back({&part, part_of(entry.tensor, part), scales.rank() == 3 ? scales[expert++] : scales});
+    }
   }
   std::vector<absl::Status> results(parts.size());
   stream.parallel_for(static_cast<int64_t>(parts.size()), 1, [&](int64_t begin, int64_t end, kernels::Worker&) {
     for (int64_t i = begin; i < end; ++i) {
-      const size_t n = static_cast<size_t>(i);
-      results[n] = checkpoint.read_into(parts[n].part->name, parts[n].to);
+      const PartToRead& part = parts[static_cast<size_t>(i)];
+      const std::string& name = part.part->name;
+      results[static_cast<size_t>(i)] = part.scales.empty() ? checkpoint.read_into(name, part.to)
+                                                            : checkpoint.read_fp8_into(name, part.to, part.scales);
     }
   });
   for (const absl::Status& result : results) RETURN_IF_ERROR(result);
   return absl::OkStatus();
+}
+
+// One expert in bf16, and all of them are read into the model's dtype.
+bool stored_as_fp8(const Checkpoint& checkpoint, const Parameter& parameter) {
+  return std::all_of(parameter.parts.begin(), parameter.parts.end(), [&](const FilePart& part) {
+    const StoredTensor* stored = checkpoint.find(part.name);
+    return stored != nullptr && stored->dtype == StoredDType::kF8E4M3;
+  });
 }
 
 std::string config_text(const ModelConfig& config) {
@@ -107,19 +123,25 @@ void fill(const Tensor& tensor, const std::function<float(int64_t)>& value) {
 
 }  // namespace
 
-absl::StatusOr<LoadedWeights> load_weights(const std::string& dir, DType dtype, kernels::Stream& stream) {
+absl::StatusOr<LoadedWeights> load_weights(const std::string& dir, DType dtype, kernels::Stream& stream,
+                                           const LoadOptions& options) {
   ASSIGN_OR_RETURN(ModelConfig config, read_model_config(dir));
-  CheckpointOptions options;
-  if (config.fp8) options = {.fp8_block_rows = config.fp8->block_rows, .fp8_block_cols = config.fp8->block_columns};
-  ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::open(dir, options));
+  CheckpointOptions blocks;
+  if (config.fp8) blocks = {.fp8_block_rows = config.fp8->block_rows, .fp8_block_cols = config.fp8->block_columns};
+  ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::open(dir, blocks));
   ASSIGN_OR_RETURN(config.prefix, find_prefix(checkpoint, config, dir));
-  ASSIGN_OR_RETURN(WeightStore store, WeightStore::create_weights(config, dtype, has_mtp(checkpoint, config)));
+  const bool keep = options.keep_fp8_for && blocks.fp8_block_rows == kFp8Block && blocks.fp8_block_cols == kFp8Block;
+  ASSIGN_OR_RETURN(WeightStore store,
+                   WeightStore::create_weights(config, dtype, has_mtp(checkpoint, config), /*device=*/{}, [&](const Parameter& p) {
+                     return keep && may_be_fp8(p, *options.keep_fp8_for) && stored_as_fp8(checkpoint, p);
+                   }));
   RETURN_IF_ERROR(read_parts(checkpoint, store, stream));
   RETURN_IF_ERROR(check_unread(checkpoint, config, dir));
   return LoadedWeights{std::move(config), std::move(store)};
 }
 
 absl::Status save_weights(const LoadedWeights& weights, const std::string& dir, const SaveOptions& options) {
+  CHECK(weights.store.scales().empty());
   CheckpointWriter writer({.shard_bytes_max = options.shard_bytes_max, .before_step = {}});
   for (const WeightStore::Entry& entry : weights.store.entries()) {
     const DType file_dtype = entry.parameter.storage == Storage::kFp32 ? DType::kF32 : weights.config.dtype;

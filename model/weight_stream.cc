@@ -59,7 +59,7 @@ bool WeightPieces::next(WeightPiece* piece) {
   }
   if (tensor_ == entries.size()) return false;
   const WeightStore::Entry& entry = entries[tensor_];
-  CHECK(!entry.tensor.empty() && entry.tensor.dense());
+  CHECK(!entry.tensor.empty() && entry.tensor.dense() && entry.tensor.dtype() != DType::kF8E4M3);
   const DType dtype = travel_dtype(entry.parameter, matrices_);
   const int64_t size = std::min(travel_bytes(entry.parameter, matrices_) - offset_, kWeightPieceBytes);
   if (dtype == entry.tensor.dtype()) {
@@ -81,6 +81,7 @@ bool WeightPieces::next(WeightPiece* piece) {
 
 absl::StatusOr<WeightAssembler> WeightAssembler::create(WeightStore& weights,
                                                         const WeightStreamHeader& header) {
+  CHECK(weights.scales().empty());
   const WeightStreamHeader expected = weight_stream_header(weights, weights.dtype());
   const auto refuse = [](const char* field, auto value, auto wanted) {
     return absl::FailedPreconditionError(

@@ -11,12 +11,11 @@ namespace {
 using kernels::DType;
 
 constexpr int64_t kAlignment = 256;  // of an arena, at most
-constexpr int64_t kBlock = 128;      // rows and columns of an fp8 weight that share a scale
 constexpr int64_t kUploadBytes = int64_t{64} << 20;  // of a weight at a time, on its way to fp8
 
 // Of a matrix or of E of them.
 std::vector<int64_t> scales_shape(std::vector<int64_t> shape) {
-  for (size_t dim = shape.size() - 2; dim < shape.size(); ++dim) shape[dim] = (shape[dim] + kBlock - 1) / kBlock;
+  for (size_t dim = shape.size() - 2; dim < shape.size(); ++dim) shape[dim] = (shape[dim] + kFp8Block - 1) / kFp8Block;
   return shape;
 }
 
@@ -26,12 +25,13 @@ void upload_as_fp8(const Tensor& from, const Tensor& codes, const Tensor& scales
     return;
   }
   const int64_t rows = from.size(0), columns = from.size(1);
-  const int64_t block_bytes = kBlock * columns * kernels::size_of(from.dtype());
-  const int64_t rows_at_once = std::max<int64_t>(kUploadBytes / std::max<int64_t>(block_bytes, 1), 1) * kBlock;
+  const int64_t block_bytes = kFp8Block * columns * kernels::size_of(from.dtype());
+  const int64_t rows_at_once = std::max<int64_t>(kUploadBytes / std::max<int64_t>(block_bytes, 1), 1) * kFp8Block;
   for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
     const int64_t end = std::min(begin + rows_at_once, rows);
     kernels::Quantize part{.x = from.slice(0, begin, end), .codes = codes.slice(0, begin, end),
-                           .scales = scales.slice(0, begin / kBlock, (end + kBlock - 1) / kBlock), .block_rows = kBlock};
+                           .scales = scales.slice(0, begin / kFp8Block, (end + kFp8Block - 1) / kFp8Block),
+                           .block_rows = kFp8Block};
     if (!stream.on_cuda()) {
       kernels::launch(part, stream);
       continue;
@@ -269,6 +269,10 @@ void visit_parameters(const ModelConfig& config, ModelWeights& weights, bool wit
   mtp.island(weights.mtp.head_norm, "shared_head.norm.weight", {config.hidden}, Init::kOnes);
 }
 
+bool may_be_fp8(const Parameter& parameter, kernels::DeviceKind multiplied_on) {
+  return parameter.linear && (multiplied_on == kernels::DeviceKind::kCpu || parameter.shape.back() % 16 == 0);
+}
+
 std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp) {
   std::vector<Parameter> out;
   ModelWeights unused;
@@ -303,11 +307,13 @@ absl::StatusOr<WeightStore> WeightStore::create(
 }
 
 absl::StatusOr<WeightStore> WeightStore::create_weights(const ModelConfig& config, DType dtype, bool with_mtp,
-                                                        kernels::Device device) {
+                                                        kernels::Device device,
+                                                        const std::function<bool(const Parameter&)>& is_fp8) {
   if (dtype != DType::kF32 && dtype != DType::kBf16) {
     return absl::InvalidArgumentError(absl::StrCat("weights: ", kernels::name_of(dtype), ", expected f32 or bf16"));
   }
   ASSIGN_OR_RETURN(WeightStore store, create(config, with_mtp, [&](const Parameter& p) {
+                     if (is_fp8 && is_fp8(p)) return DType::kF8E4M3;
                      return p.storage == Storage::kMatrix ? dtype : DType::kF32;
                    }, device));
   store.dtype_ = dtype;
@@ -323,11 +329,10 @@ absl::StatusOr<WeightStore> WeightStore::create_gradients(const ModelConfig& con
 
 absl::StatusOr<WeightStore> WeightStore::copy_to(const ModelConfig& config, kernels::Stream& stream, bool fp8) const {
   size_t next = 0;  // create() asks for every parameter twice, in the order of the entries
-  const auto dtype_of = [&](const Parameter& p) {
+  const auto dtype_of = [&](const Parameter& p) -> std::optional<DType> {
     const Tensor& tensor = entries_[next++ % entries_.size()].tensor;
-    const bool multiplied = !stream.on_cuda() || p.shape.back() % 16 == 0;  // by ScaledGemm
-    if (fp8 && p.linear && multiplied) return std::optional(DType::kF8E4M3);
-    return tensor.empty() ? std::nullopt : std::optional<DType>(tensor.dtype());
+    if (tensor.empty()) return std::nullopt;
+    return fp8 && may_be_fp8(p, stream.device().kind) ? DType::kF8E4M3 : tensor.dtype();
   };
   ASSIGN_OR_RETURN(WeightStore copy, create(config, with_mtp_, dtype_of, stream.device()));
   copy.dtype_ = dtype_;
@@ -341,6 +346,7 @@ void WeightStore::upload_to(const WeightStore& device, kernels::Stream& stream) 
     if (from.empty()) continue;
     if (from.dtype() == to.dtype()) {
       stream.upload(from.raw(), to);
+      if (from.dtype() == DType::kF8E4M3) stream.upload(scales_.at(from.raw()).raw(), device.scales_.at(to.raw()));
     } else {
       upload_as_fp8(from, to, device.scales_.at(to.raw()), stream);
     }
@@ -348,11 +354,19 @@ void WeightStore::upload_to(const WeightStore& device, kernels::Stream& stream) 
 }
 
 void WeightStore::download_from(const WeightStore& device, kernels::Stream& stream) const {
+  CHECK(scales_.empty() && device.scales_.empty());
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (entries_[i].tensor.empty()) continue;
     CHECK(device.entries_[i].tensor.dtype() == entries_[i].tensor.dtype());
     stream.download(device.entries_[i].tensor, entries_[i].tensor.raw());
   }
+}
+
+int64_t WeightStore::bytes() const {
+  int64_t bytes = 0;
+  for (const Entry& entry : entries_) bytes += entry.tensor.empty() ? 0 : entry.tensor.bytes();
+  for (const auto& [weight, scales] : scales_) bytes += scales.bytes();
+  return bytes;
 }
 
 void WeightStore::zero() const {

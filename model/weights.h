@@ -132,7 +132,7 @@ struct Parameter {
   int64_t layer = -1;          // -1: outside the layers; num_hidden_layers: the MTP block
   bool frozen = false;         // gets no gradient by default: the router bias and the indexer
   bool expert = false;         // one of E alike, of which a token uses a few
-  bool linear = false;         // a large matrix that is nothing but the weight of a linear layer without bias: may be fp8
+  bool linear = false;         // a large matrix that is nothing but the weight of a linear layer without bias
   Init init = Init::kNormal;
   std::vector<FilePart> parts;
   int64_t numel() const;
@@ -145,24 +145,30 @@ void visit_parameters(const ModelConfig& config, ModelWeights& weights, bool wit
 // The list alone.
 std::vector<Parameter> list_parameters(const ModelConfig& config, bool with_mtp);
 
-// The scales of weights that are e4m3 (kernels/quantize/quantize.h), by the address of the weight.
+// The scales of weights that are e4m3 (kernels/quantize/quantize.h), by the address of the weight: one for each block of
+// kFp8Block x kFp8Block.
 using WeightScales = std::unordered_map<const void*, Tensor>;
+constexpr int64_t kFp8Block = 128;
+// Whether a parameter may be e4m3 where it is multiplied on such a device: linear, and of a width that ScaledGemm takes there.
+bool may_be_fp8(const Parameter& parameter, kernels::DeviceKind multiplied_on);
 
 // Owns the memory of a set of weights or gradients. Movable; tensors stay where they are.
 class WeightStore {
  public:
-  // Weights in `dtype` (f32 or bf16; islands always f32), uninitialised.
+  // Weights in `dtype` (f32 or bf16; islands always f32), uninitialised; e4m3 with scales those that is_fp8 (may be empty)
+  // says, which must be such as may_be_fp8() where they will be multiplied.
   static absl::StatusOr<WeightStore> create_weights(const ModelConfig& config, kernels::DType dtype, bool with_mtp,
-                                                    kernels::Device device = {});
+                                                    kernels::Device device = {},
+                                                    const std::function<bool(const Parameter&)>& is_fp8 = {});
   // Gradients: f32, zero on the CPU, elsewhere uninitialised; absent for frozen parameters unless train_frozen.
   static absl::StatusOr<WeightStore> create_gradients(const ModelConfig& config, bool with_mtp,
                                                       bool train_frozen = false, kernels::Device device = {});
 
-  // The same tensors on the stream's device, with their values. `this` is on the CPU. fp8: large matrices of linear layers
-  // become e4m3 with scales of 128 x 128 blocks. (Weights that were such before get their codes back, where a block's largest
-  // is 448.)
+  // The same tensors on the stream's device, with their values. `this` is on the CPU. What is e4m3 stays so, codes and scales
+  // as they are; fp8: all others that may_be_fp8() are quantised.
   absl::StatusOr<WeightStore> copy_to(const ModelConfig& config, kernels::Stream& stream, bool fp8 = false) const;
-  // The values alone, to a store that copy_to() made, and back from one (not fp8).
+  // The values alone, to a store that copy_to() made of this or, with fp8, of other weights of the model that are not e4m3;
+  // and back from one without e4m3.
   void upload_to(const WeightStore& device, kernels::Stream& stream) const;
   void download_from(const WeightStore& device, kernels::Stream& stream) const;
 
@@ -174,9 +180,10 @@ class WeightStore {
     Tensor tensor;
   };
   const std::vector<Entry>& entries() const { return entries_; }
-  const WeightScales& scales() const { return scales_; }  // empty without fp8
+  const WeightScales& scales() const { return scales_; }  // empty: no weight is e4m3
   bool with_mtp() const { return with_mtp_; }
-  kernels::DType dtype() const { return dtype_; }  // of matrices that are not fp8
+  kernels::DType dtype() const { return dtype_; }  // of matrices that are not e4m3
+  int64_t bytes() const;  // of tensors and scales
   // Every tensor, for the next step's gradients; without a stream on the CPU.
   void zero() const;
   void zero(kernels::Stream& stream) const;

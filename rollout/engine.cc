@@ -41,6 +41,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
                                                        int32_t policy_version, Metrics& metrics, Logger log,
                                                        std::function<void(absl::Status)> on_diverged) {
   RETURN_IF_ERROR(check_engine_config(engine));
+  CHECK(engine.fp8_weights || weights->scales().empty());
   const kernels::DType dtype = weights->dtype();
   std::unique_ptr<Engine> out(
       new Engine(engine, config, std::move(weights), policy_version, metrics, std::move(log)));

@@ -34,7 +34,7 @@ struct EngineConfig {
   int64_t cache_tokens = 65536;      // rows of the cache, over all sequences
   int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
-  bool fp8_weights = false;  // linear layers in e4m3 (WeightStore::copy_to); log-probs are then no longer the learner's bits
+  bool fp8_weights = false;  // linear layers in e4m3 (WeightStore::copy_to); log-probs are then not the learner's bits
   bool weight_panels = true;  // CPU: a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
 };
 
@@ -55,8 +55,9 @@ class Engine {
  public:
   using Weights = std::shared_ptr<const model::WeightStore>;
 
-  // weights are those of `config`. InvalidArgument names the field of EngineConfig. on_diverged (may be null; from the
-  // engine's thread): the logits of a version were not finite numbers for the first time, DATA_LOSS with its number.
+  // weights are those of `config`, without e4m3 unless fp8_weights. InvalidArgument names the field of EngineConfig. on_diverged
+  // (may be null; from the engine's thread): the logits of a version were not finite numbers for the first time, DATA_LOSS with
+  // its number.
   static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine,
                                                         const model::ModelConfig& config, Weights weights,
                                                         int32_t policy_version, Metrics& metrics, Logger log,

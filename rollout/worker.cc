@@ -67,8 +67,14 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
   impl->log = log;
   ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream,
                    kernels::Stream::create_cpu(config.engine.threads));
+  model::LoadOptions options;
+  if (config.engine.fp8_weights) options.keep_fp8_for = config.engine.device.kind;
   ASSIGN_OR_RETURN(model::LoadedWeights loaded,
-                   model::load_weights(config.model.path, config.model.dtype, *stream));
+                   model::load_weights(config.model.path, config.model.dtype, *stream, options));
+  if (config.engine.fp8_weights && loaded.config.fp8 && loaded.store.scales().empty()) {
+    log->info("{}: no linear layer in fp8 with blocks of 128 x 128 (weight_block_size is [{}, {}]): all are quantised again",
+              config.model.path, loaded.config.fp8->block_rows, loaded.config.fp8->block_columns);
+  }
   const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
   ASSIGN_OR_RETURN(impl->engine,
                    Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
