@@ -14,7 +14,7 @@
 # Exits 1 when anything failed.
 set -euo pipefail
 
-binaries="kernels/kernels_cuda_test tests/invariance_test tests/optimizer_cuda_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/kernels_cuda_bench"
+binaries="kernels/kernels_cuda_test tests/invariance_test tests/fp8_load_test tests/optimizer_cuda_test tests/golden_check cli/slipstream examples/arithmetic_env bench/slice_bench kernels/kernels_cuda_bench"
 
 bundle() {
   local root dir=$1 build=${BUILD:-build/cuda}
@@ -85,6 +85,7 @@ run() {
   beside golden_fp32 golden
   beside golden_bf16 golden --dtype bf16
   beside invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
+  beside fp8_load "$here/fp8_load_test" --gtest_brief=1 '--gtest_filter=Cuda*'
   beside optimizer "$here/optimizer_cuda_test" --gtest_brief=1
   beside cuda_job tests/job/cuda_job.sh "$here/slipstream" "$here/arithmetic_env"
   finish

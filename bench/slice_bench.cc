@@ -93,11 +93,10 @@ void fill(const WeightStore& weights, float std, kernels::Stream& stream) {
   for (const WeightStore::Entry& entry : weights.entries()) {
     const Tensor& t = entry.tensor;
     const Init init = entry.parameter.init;
-    const void* from = t.dtype() == DType::kBf16 ? static_cast<const void*>(rounded.data())
-                       : t.dtype() == DType::kF8E4M3 ? codes.data()
-                       : init == Init::kOnes     ? ones.data()
-                       : init == Init::kNormal   ? random.data()
-                                                 : zeros.data();
+    const std::vector<float>& f32 = init == Init::kOnes ? ones : init == Init::kNormal ? random : zeros;
+    const void* from = t.dtype() == DType::kBf16     ? static_cast<const void*>(rounded.data())
+                       : t.dtype() == DType::kF8E4M3 ? static_cast<const void*>(codes.data())
+                                                     : f32.data();
     for (int64_t begin = 0; begin < t.numel(); begin += kCount) {
       char* const at = static_cast<char*>(t.raw()) + begin * kernels::size_of(t.dtype());
       stream.upload(from, Tensor(at, t.dtype(), {std::min(kCount, t.numel() - begin)}, t.device()));
@@ -387,9 +386,9 @@ absl::Status run(const Flags& flags) {
     return absl::InvalidArgumentError(absl::StrCat("--train: ", flags.train_tokens, ", expected 0, 2.. --context ", flags.context,
                                                    ", or a multiple of it"));
   }
+  ASSIGN_OR_RETURN(ModelConfig config, read_slice(flags.config, flags.layers));
   ASSIGN_OR_RETURN(const kernels::Device device, kernels::parse_device(flags.device));
   ASSIGN_OR_RETURN(const auto stream, kernels::Stream::create(device, 2));
-  ASSIGN_OR_RETURN(ModelConfig config, read_slice(flags.config, flags.layers));
   ASSIGN_OR_RETURN(WeightStore weights, WeightStore::create_weights(config, DType::kBf16, false, device, [&](const Parameter& p) {
                      return flags.fp8 && may_be_fp8(p, device.kind);
                    }));

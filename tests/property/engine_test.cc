@@ -9,7 +9,9 @@
 #include <limits>
 #include <map>
 
+#include "common/testing/temporary_directory.h"
 #include "gtest/gtest.h"
+#include "tests/property/fp8_checkpoint.h"
 #include "tests/property/recording_sink.h"
 
 namespace slipstream::rollout {
@@ -264,28 +266,48 @@ INSTANTIATE_TEST_SUITE_P(Families, EngineExactnessTest,
                                                               "glm4_moe"),
                                             ::testing::Values(DType::kF32, DType::kBf16)));
 
-// With fp8_weights the bits are those of a forward with fp8 copies of the weights, also of such as arrive half-way; the
-// trainer's are others.
+// Generations while weights of version 1 come in bf16: each log-prob has the bits of a forward with the fp8 copies of its
+// version's weights; those of `trainers`, which are not in fp8, are others.
+void expect_fp8_bits(Bench& bench, const model::WeightStore& trainers) {
+  const std::unique_ptr<Engine> engine = bench.engine({.max_running = 3, .step_tokens_max = 16, .fp8_weights = true});
+  std::vector<std::vector<int32_t>> prompts;
+  std::vector<std::shared_ptr<RecordingSink>> sinks;
+  for (int r = 0; r < 4; ++r) {
+    prompts.push_back(model::testing::test_tokens(bench.config, 20, 40 + static_cast<uint64_t>(r)));
+    sinks.push_back(submit(*engine, request_of(absl::StrCat("r", r), prompts.back(), 30), [&, r](size_t n) {
+      if (r == 1 && n == 20) engine->offer_weights(bench.weights[1], 1);
+    }));
+  }
+  for (const auto& sink : sinks) ASSERT_TRUE(sink->wait().ok());
+  const std::vector<float> theirs = bench.logprobs(joined(prompts[0], sinks[0]->ids()), trainers, /*temperature=*/0.8f);
+  EXPECT_NE(sinks[0]->tokens[0].logprob, theirs[prompts[0].size() - 1]);
+  bench.use_fp8();
+  int compared = 0;
+  for (size_t r = 0; r < sinks.size(); ++r) compared += expect_trainers_bits(bench, prompts[r], *sinks[r], 0.8f);
+  EXPECT_GT(compared, 60);
+}
+
 TEST(EngineTest, Fp8LogprobsAreThoseOfFp8Weights) {
   for (const char* name : {"glm5_next", "glm_moe_dsa", "glm4_moe"}) {
+    SCOPED_TRACE(name);
     Bench bench(name, DType::kBf16, 2);
-    const std::unique_ptr<Engine> engine = bench.engine({.max_running = 3, .step_tokens_max = 16, .fp8_weights = true});
-    std::vector<std::vector<int32_t>> prompts;
-    std::vector<std::shared_ptr<RecordingSink>> sinks;
-    for (int r = 0; r < 4; ++r) {
-      prompts.push_back(model::testing::test_tokens(bench.config, 20, 40 + static_cast<uint64_t>(r)));
-      sinks.push_back(submit(*engine, request_of(absl::StrCat("r", r), prompts.back(), 30), [&, r](size_t n) {
-        if (r == 1 && n == 20) engine->offer_weights(bench.weights[1], 1);
-      }));
-    }
-    for (const auto& sink : sinks) ASSERT_TRUE(sink->wait().ok());
-    const std::vector<float> trainers =
-        bench.logprobs(joined(prompts[0], sinks[0]->ids()), *bench.weights[0], /*temperature=*/0.8f);
-    EXPECT_NE(sinks[0]->tokens[0].logprob, trainers[prompts[0].size() - 1]) << name;
-    bench.use_fp8();
-    int compared = 0;
-    for (size_t r = 0; r < sinks.size(); ++r) compared += expect_trainers_bits(bench, prompts[r], *sinks[r], 0.8f);
-    EXPECT_GT(compared, 60) << name;
+    expect_fp8_bits(bench, *bench.weights[0]);
+  }
+}
+
+// From a checkpoint in FP8 the first version is the file's codes, which no bf16 copy gives.
+TEST(EngineTest, StartsFromTheCodesOfAnFp8Checkpoint) {
+  const std::unique_ptr<kernels::Stream> stream = *kernels::Stream::create_cpu(2);
+  for (const char* name : {"glm5_next", "glm_moe_dsa", "glm4_moe"}) {
+    SCOPED_TRACE(name);
+    const slipstream::testing::TemporaryDirectory dir;
+    model::testing::save_fp8(model::testing::make_test_model(name, DType::kF32, 11).loaded, dir.path());
+    const model::LoadedWeights trainers = *model::load_weights(dir.path(), DType::kBf16, *stream);
+    Bench bench(name, DType::kBf16, 2);
+    bench.weights[0] = std::make_shared<model::WeightStore>(
+        std::move(model::load_weights(dir.path(), DType::kBf16, *stream, {.keep_fp8_for = kernels::DeviceKind::kCpu})->store));
+    ASSERT_FALSE(bench.weights[0]->scales().empty());
+    expect_fp8_bits(bench, trainers.store);
   }
 }
 
