@@ -200,6 +200,26 @@ TEST_F(Fp8CheckpointTest, MultipliesByItsBlocksScale) {
   pool.expect_fences_intact();
 }
 
+TEST_F(Fp8CheckpointTest, ReadsCodesAndScalesAsTheyAre) {
+  std::vector<Item> with_plain = items();
+  with_plain.push_back(f32("plain", {3, 4}, std::vector<float>(12)));
+  InMemory m(with_plain, kOptions);
+  std::vector<uint8_t> codes(12, 0x11);
+  std::vector<float> scales(4, -7.0f);
+  const auto read = [&](const char* name, int64_t rows, int64_t cols) {
+    return m.checkpoint.read_fp8_into(name, Tensor(codes.data(), DType::kF8E4M3, {rows, cols}),
+                                      Tensor(scales.data(), DType::kF32, {2, 2}));
+  };
+  EXPECT_EQ(message_of(read("p.weight", 4, 3)), "F: p.weight: shape [3, 4], expected [4, 3]");
+  EXPECT_EQ(message_of(read("plain", 3, 4)), "F: plain: dtype F32, expected F8_E4M3");
+  EXPECT_EQ(codes, std::vector<uint8_t>(12, 0x11));
+  EXPECT_EQ(scales, std::vector<float>(4, -7.0f));
+  ASSERT_TRUE(read("p.weight", 3, 4).ok());
+  EXPECT_EQ(codes, codes_);
+  EXPECT_EQ(scales, scales_);
+  EXPECT_EQ(m.checkpoint.unread(), (std::vector<std::string>{"plain", "x"}));
+}
+
 TEST_F(Fp8CheckpointTest, ScaleReadAloneLeavesTheWeight) {
   InMemory m(items(), kOptions);
   TensorPool pool(5);

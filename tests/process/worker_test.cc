@@ -15,6 +15,7 @@
 #include "proto/rpc.h"
 #include "slipstream/v1/rollout.grpc.pb.h"
 #include "slipstream/v1/weights.grpc.pb.h"
+#include "tests/property/fp8_checkpoint.h"
 #include "tests/property/recording_sink.h"
 
 namespace slipstream::rollout {
@@ -218,6 +219,21 @@ class WorkerTest : public ::testing::Test {
     reply.status = rpc::from_grpc(reader->Finish());
     return reply;
   }
+  // A reply to request_of(.., 5) by these weights: an engine that starts on them says the same.
+  void expect_engines_reply(const EngineConfig& config, const Engine::Weights& weights, const Reply& reply) {
+    const std::unique_ptr<Engine> direct =
+        *Engine::create(config, model::testing::test_config(kModel), weights, 1, metrics_, quiet_logger());
+    const auto sink = std::make_shared<testing::RecordingSink>();
+    Request same;
+    same.request_id = "r";
+    same.prompt_ids = {5, 9, 17};
+    same.sampling = {.seed = 4, .max_tokens = 5};
+    ASSERT_TRUE(direct->submit(same, sink).ok());
+    ASSERT_TRUE(sink->wait().ok());
+    ASSERT_EQ(sink->tokens.size(), 5u);
+    ASSERT_EQ(reply.all.logprobs_size(), 5);
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(sink->tokens[static_cast<size_t>(i)].logprob, reply.all.logprobs(i));
+  }
   // Until the engine has nothing live; dies after a minute.
   void wait_idle() { CHECK(worker_->engine().wait_idle(absl::Now() + absl::Minutes(1))); }
 
@@ -387,22 +403,35 @@ TEST_F(WorkerTest, WeightsArriveWhateverHappensToTheStream) {
   EXPECT_EQ(metrics_.value(metric::kPolicyVersion, {"rollout"}), 1.0);
   const double bytes = static_cast<double>(model::weight_stream_header(*second, DType::kF32).num_bytes);
   EXPECT_GT(metrics_.value(metric::kWeightSyncBytes), bytes);
-  // They are the weights that were sent: an engine that starts on them says the same.
-  const std::unique_ptr<Engine> direct =
-      *Engine::create({}, model::testing::test_config(kModel), second, 1, metrics_, quiet_logger());
-  const auto sink = std::make_shared<testing::RecordingSink>();
-  Request same;
-  same.request_id = "r";
-  same.prompt_ids = {5, 9, 17};
-  same.sampling = {.seed = 4, .max_tokens = 5};
-  ASSERT_TRUE(direct->submit(same, sink).ok());
-  ASSERT_TRUE(sink->wait().ok());
-  ASSERT_EQ(sink->tokens.size(), 5u);
-  for (int i = 0; i < 5; ++i) EXPECT_EQ(sink->tokens[static_cast<size_t>(i)].logprob, reply.all.logprobs(i));
+  expect_engines_reply({}, second, reply);
   learner.publish(second, 2);
   request.set_request_id("later");
   request.set_min_policy_version(2);
   EXPECT_EQ(generate(request).all.policy_versions(0), 2);
+}
+
+// Version 0 is the codes of the file; what the learner sends is quantised as anywhere.
+TEST_F(WorkerTest, StartsFromAnFp8Checkpoint) {
+  const slipstream::testing::TemporaryDirectory dir;
+  model::testing::save_fp8(model::testing::make_test_model(kModel, DType::kF32, 1).loaded, dir.path());
+  FakeLearner learner({});
+  Worker::Config config = worker_config();
+  config.model.path = dir.path();
+  config.engine.fp8_weights = true;
+  config.learner_address = learner.address();
+  start(config);
+  const std::unique_ptr<kernels::Stream> stream = *kernels::Stream::create_cpu(2);
+  const model::LoadOptions options{.keep_fp8_for = kernels::DeviceKind::kCpu};
+  const auto first = std::make_shared<const model::WeightStore>(
+      std::move(model::load_weights(dir.path(), DType::kF32, *stream, options)->store));
+  ASSERT_FALSE(first->scales().empty());
+  expect_engines_reply({.fp8_weights = true}, first, generate(request_of("first", 5)));
+  const auto second = std::make_shared<const model::WeightStore>(
+      std::move(model::testing::make_test_model(kModel, DType::kF32, 2).loaded.store));
+  learner.publish(second, 1);
+  v1::GenerateRequest request = request_of("second", 5);
+  request.set_min_policy_version(1);
+  expect_engines_reply({.fp8_weights = true}, second, generate(request));
 }
 
 TEST_F(WorkerTest, StaysKnownToTheGateway) {
