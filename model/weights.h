@@ -182,6 +182,7 @@ class WeightStore {
   const std::vector<Entry>& entries() const { return entries_; }
   const WeightScales& scales() const { return scales_; }  // empty: no weight is e4m3
   bool with_mtp() const { return with_mtp_; }
+  kernels::Device device() const { return arena_.device(); }
   kernels::DType dtype() const { return dtype_; }  // of matrices that are not e4m3
   int64_t bytes() const;  // of tensors and scales
   // Every tensor, for the next step's gradients; without a stream on the CPU.

@@ -1,5 +1,6 @@
 #include "kernels/gemm/gemm.h"
 
+#include "kernels/cuda/few_rows.cuh"
 #include "kernels/cuda/products.cuh"
 #include "kernels/cuda/split_products.cuh"
 #include "kernels/cuda/wgmma_products.cuh"
@@ -17,7 +18,10 @@ void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_
     with_type(c, [&](auto result) {
       using C = decltype(result);
       if (a == DType::kBf16 && b == DType::kBf16) {
-        if (wgmma_takes(p, transpose_a, transpose_b)) return wgmma_product_as<C>(p, transpose_a, transpose_b, stream);
+        if (wgmma_takes(p, transpose_a, transpose_b)) {
+          if (few_rows_take(p, transpose_a, transpose_b)) return few_rows_product_as<C>(p, stream);
+          return wgmma_product_as<C>(p, transpose_a, transpose_b, stream);
+        }
         return tensor_product_as<C>(p, transpose_a, transpose_b, stream);
       }
       with_type(a, [&](auto left) {
