@@ -9,6 +9,7 @@
 
 #include "kernels/cuda/limits.cuh"
 #include "kernels/cuda/products.cuh"
+#include "kernels/cuda/wgmma_products.cuh"
 
 namespace slipstream::kernels {
 
@@ -50,16 +51,29 @@ struct FewRowsFactors {
   }
 };
 
+// Several products at once: many of a model's are so small that each takes the time of its chain and leaves the device idle.
+struct FewRowsGroup {
+  static constexpr int kMost = 8;
+  Product products[kMost];
+  bool f32[kMost];  // of c; else bf16
+  int end[kMost];   // blocks of this product and those before it
+};
+
 // One warp: sixteen columns of c, 8 kTiles rows.
 constexpr int kFewRowsStages = 8;
-template <class C, int kTiles>
-__global__ void __launch_bounds__(kWarp) few_rows_product(const __grid_constant__ Product p) {
+template <int kTiles>
+__global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant__ FewRowsGroup group) {
   using Stage = FewRowsStage<kTiles>;
   constexpr int kStages = kFewRowsStages;
   extern __shared__ __align__(16) unsigned char memory[];
   Stage* const ring = reinterpret_cast<Stage*>(memory);
   const int lane = static_cast<int>(threadIdx.x);
-  const int64_t n0 = int64_t{blockIdx.x} * 16, m0 = int64_t{blockIdx.z} * 8 * kTiles, batch = blockIdx.y;
+  int which = 0;
+  while (static_cast<int>(blockIdx.x) >= group.end[which]) ++which;
+  const Product& p = group.products[which];
+  const int64_t columns = (p.n + 15) / 16, rows_of_tiles = (p.m + 8 * kTiles - 1) / (8 * kTiles);
+  const int64_t index = static_cast<int>(blockIdx.x) - (which == 0 ? 0 : group.end[which - 1]);
+  const int64_t n0 = index % columns * 16, m0 = index / columns % rows_of_tiles * 8 * kTiles, batch = index / columns / rows_of_tiles;
 
   // A lane copies 16 bytes of every fourth row. Rows of A that do not exist are zeros; of the weight, the last one's.
   const int piece = lane % 8 * 8, row = lane / 8;
@@ -115,39 +129,63 @@ __global__ void __launch_bounds__(kWarp) few_rows_product(const __grid_constant_
   }
   if (k0 < p.k) even.add_products(sums);
 
-  C* const c = static_cast<C*>(p.c) + batch * p.stride_c;
+  const int64_t base = batch * p.stride_c;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t m = m0 + t * 8 + lane % 4 * 2 + i % 2, n = n0 + lane / 4 + i / 2 * 8;
-      if (m < p.m && n < p.n) store(c + m * p.ldc + n, p.bias == nullptr ? sums[t][i] : sums[t][i] + p.bias[n]);
+      if (m >= p.m || n >= p.n) continue;
+      const float sum = p.bias == nullptr ? sums[t][i] : sums[t][i] + p.bias[n];
+      if (group.f32[which]) {
+        store(static_cast<float*>(p.c) + base + m * p.ldc + n, sum);
+      } else {
+        store(static_cast<bf16*>(p.c) + base + m * p.ldc + n, sum);
+      }
     }
   }
 }
 
 // Of products that wgmma takes, those that are faster here, as measured on an H200: of up to sixteen rows, all whose blocks run at
 // once; of more rows, which read the weight again, only those that leave most of the device idle either way.
-inline bool few_rows_take(const Product& p, bool transpose_a, bool transpose_b) {
-  if (transpose_a || !transpose_b || p.rows_grouped || p.depth_grouped || p.accumulate) return false;
+inline bool few_rows_take(const Product& p, DType a, DType b, bool transpose_a, bool transpose_b) {
+  if (a != DType::kBf16 || b != DType::kBf16 || transpose_a || !transpose_b || !wgmma_takes(p, transpose_a, transpose_b)) return false;
+  if (p.rows_grouped || p.depth_grouped || p.accumulate) return false;
   const int64_t blocks = divide_up(p.m, p.m <= 8 ? 8 : 16) * divide_up(p.n, 16) * p.batch;
   const int64_t at_once = p.m <= 8 ? 8 : p.m <= 16 ? 6 : 2;  // on a multiprocessor; the first two fill its shared memory
   return blocks <= at_once * multiprocessors();
 }
 
-template <class C, int kTiles>
-void launch_few_rows(const Product& p, Stream& stream) {
-  constexpr int kBytes = kFewRowsStages * static_cast<int>(sizeof(FewRowsStage<kTiles>));
-  const auto kernel = few_rows_product<C, kTiles>;
-  allow_shared(kernel, kBytes);
-  const dim3 grid(static_cast<unsigned>(divide_up(p.n, 16)), static_cast<unsigned>(p.batch),
-                  static_cast<unsigned>(divide_up(p.m, 8 * kTiles)));
-  kernel<<<grid, kWarp, kBytes, cuda_stream(stream)>>>(p);
-}
-template <class C>
-void few_rows_product_as(const Product& p, Stream& stream) {
-  if (p.m <= 8) return launch_few_rows<C, 1>(p, stream);
-  launch_few_rows<C, 2>(p, stream);
-}
+// Products that few_rows_take, for one launch.
+class FewRows {
+ public:
+  bool add(const Product& p, DType c) {  // false: it does not go with those before
+    const int tiles = p.m <= 8 ? 1 : 2;
+    if (count_ == FewRowsGroup::kMost || (count_ > 0 && tiles != tiles_)) return false;
+    tiles_ = tiles;
+    blocks_ += divide_up(p.m, 8 * tiles) * divide_up(p.n, 16) * p.batch;
+    group_.products[count_] = p;
+    group_.f32[count_] = c == DType::kF32;
+    group_.end[count_] = static_cast<int>(blocks_);
+    ++count_;
+    return true;
+  }
+  void launch(Stream& stream) const {
+    if (blocks_ == 0) return;
+    tiles_ == 1 ? launch_as<1>(stream) : launch_as<2>(stream);
+    check_launch("product");
+  }
+
+ private:
+  template <int kTiles>
+  void launch_as(Stream& stream) const {
+    constexpr int kBytes = kFewRowsStages * static_cast<int>(sizeof(FewRowsStage<kTiles>));
+    allow_shared(few_rows_products<kTiles>, kBytes);
+    few_rows_products<kTiles><<<static_cast<unsigned>(blocks_), kWarp, kBytes, cuda_stream(stream)>>>(group_);
+  }
+  FewRowsGroup group_;
+  int count_ = 0, tiles_ = 0;
+  int64_t blocks_ = 0;
+};
 
 }  // namespace slipstream::kernels

@@ -185,6 +185,30 @@ TEST_F(GemmWideCudaTest, RowIgnoresTheOthersAtAllMagnitudes) {
   device.expect_fences_intact();
 }
 
+// Of several products together, small and large, in both dtypes, as of each alone.
+TEST_F(GemmWideCudaTest, TogetherAsAlone) {
+  TensorPool host(8);
+  CudaPool device;
+  for (const int64_t m : {1, 8, 9, 16, 17, 100, 600}) {
+    std::vector<Gemm> together;
+    std::vector<Tensor> alone;
+    for (const auto& [n, k] : {std::pair<int64_t, int64_t>{24, 520}, {520, 136}, {64, 1024}, {9000, 64}, {40, 77}, {128, 264}, {8, 8}, {16, 64},
+                               {96, 200}, {72, 72}, {48, 512}}) {
+      const DType dtype = n % 3 == 0 ? kF32 : kBf16;
+      Gemm gemm{.a = device.copy(random_as(host, kBf16, {m, k}), kBf16), .b = device.copy(random_as(host, kBf16, {n, k}), kBf16),
+                .c = device.output(dtype, {m, n}), .bias = n == 64 ? device.copy(host.random(kF32, {n})) : Tensor(), .transpose_b = true};
+      launch(gemm, cuda_stream());
+      alone.push_back(gemm.c);
+      gemm.c = device.output(dtype, {m, n});
+      together.push_back(gemm);
+    }
+    launch(Gemms{together}, cuda_stream());
+    for (size_t i = 0; i < alone.size(); ++i) testing::expect_same_bits_on_device(together[i].c, alone[i]);
+  }
+  launch(Gemms{}, cuda_stream());
+  device.expect_fences_intact();
+}
+
 INSTANTIATE_TEST_SUITE_P(DTypes, GemmRowsCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(kF32, kBf16)));
 
