@@ -99,12 +99,7 @@ TEST_P(MhcCudaTest, MixEqualsReference) {
   const MhcMixBackward backward = on_cuda(device, expected_backward, dtype);
   const MhcMixBackward backward_again = on_cuda(device, expected_backward, dtype);
   launch(backward, cuda_stream());
-  const int64_t left = cuda_stream().workspace().capacity() - cuda_stream().workspace().used();
-  {  // less workspace, more rounds
-    const ArenaScope scope(cuda_stream().workspace());
-    cuda_stream().workspace().alloc(DType::kF8E4M3, {left - 200'000});
-    launch(backward_again, cuda_stream());
-  }
+  launch(backward_again, cuda_stream());
   reference(expected_backward);
   testing::expect_close(backward.dx, expected_backward.dx);
   testing::expect_close(backward.dzr, expected_backward.dzr);
@@ -208,7 +203,7 @@ INSTANTIATE_TEST_SUITE_P(
     Shapes, MhcCudaTest,
     ::testing::Combine(::testing::Values(DType::kF32, DType::kBf16),
                        ::testing::Values(Shape{0, 4, 8}, Shape{3, 1, 5}, Shape{19, 2, 67}, Shape{65, 3, 16},
-                                         Shape{33, 4, 130}, Shape{70, 4, 4096}, Shape{20, 5, 67},
+                                         Shape{33, 4, 130}, Shape{70, 4, 4096}, Shape{9, 4, 6151}, Shape{20, 5, 67},
                                          Shape{20, 6, 16}, Shape{20, 7, 67}, Shape{20, 8, 67})));
 
 class MhcCudaBits : public testing::CudaTest, public ::testing::WithParamInterface<DType> {};
