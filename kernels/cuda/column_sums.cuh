@@ -43,7 +43,7 @@ static __global__ void column_sum_total(const float* partial, int64_t pieces, in
 }
 
 // y[column] += the pieces' sums [pieces, columns].
-inline void add_pieces(const float* partial, int64_t pieces, int64_t columns, float* y, Stream& stream) {
+static inline void add_pieces(const float* partial, int64_t pieces, int64_t columns, float* y, Stream& stream) {
   const unsigned blocks = static_cast<unsigned>(divide_up(columns, kWarp));
   column_sum_total<<<blocks, dim3(kWarp, kColumnSumLanes), 0, cuda_stream(stream)>>>(partial, pieces, columns, y);
 }

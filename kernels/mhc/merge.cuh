@@ -30,17 +30,18 @@ struct MergeFactors {
   }
 };
 
-// Blocks of a token and a part of the columns.
+// A token's columns go over gridDim.y blocks: one where tokens are many, so that the coefficients are read once.
 template <class X, int N>
 __global__ void __launch_bounds__(kPartThreads) merge_streams(const MergeView<X> view) {
   const int64_t t = blockIdx.x;
-  for_part<1>(view.width, [&](int, int column) {
+  const MergeFactors<N> factors(view, t);
+  const int step = 4 * static_cast<int>(gridDim.y) * kPartThreads;
+  for (int column = 4 * static_cast<int>(blockIdx.y * kPartThreads + threadIdx.x); column < view.width; column += step) {
     const int count = view.width - column;
     Four<X> x[N];  // all read before any is written: out may be x
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = load_four(view.x.at(t, i) + column, count, view.whole);
     const float4 y = load_run(view.y[t] + column, count, view.whole);
-    const MergeFactors<N> factors(view, t);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const float p = factors.post[j];
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kPartThreads) merge_streams(const MergeView<X>
       for (int i = 0; i < N; ++i) sum = add_scaled(factors.comb[i][j], x[i].values(), sum);
       store_run(view.out.at(t, j) + column, sum, count, view.whole);
     }
-  });
+  }
 }
 
 // One block a token. The next run is on its way while one is worked on.

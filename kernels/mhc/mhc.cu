@@ -49,9 +49,17 @@ void mix(const MhcMix& args, Stream& stream) {
                         .width = static_cast<int>(args.x.size(2)),
                         .iterations = static_cast<int>(args.iterations),
                         .whole = fours(args.x) && fours(args.u)};
+  const int64_t tokens = args.x.size(0);
   for_stream_count(args.x.size(1), [&](auto n) {
-    mix_streams<X, n()>
-        <<<static_cast<unsigned>(args.x.size(0)), row_threads(view.width), 0, cuda_stream(stream)>>>(view);
+    constexpr int kN = n();
+    const unsigned blocks = static_cast<unsigned>(tokens);
+    if (tokens <= kFewTokens) {
+      mix_streams<X, kN, true><<<blocks, row_threads(view.width), 0, cuda_stream(stream)>>>(view);
+      return;
+    }
+    mix_streams<X, kN, false><<<blocks, row_threads(view.width), 0, cuda_stream(stream)>>>(view);
+    const int64_t comb_blocks = divide_up(tokens, kCombThreads / LaneMatrix<kN>::kGroup);
+    mix_comb<X, kN><<<static_cast<unsigned>(comb_blocks), kCombThreads, 0, cuda_stream(stream)>>>(view, tokens);
   });
 }
 
@@ -107,7 +115,9 @@ void merge(const MhcMerge& args, Stream& stream) {
   view.width = static_cast<int>(args.x.size(2));
   view.whole = fours(args.x) && fours(args.y) && fours(args.out);
   for_stream_count(args.x.size(1), [&](auto n) {
-    merge_streams<X, n()><<<part_grid<1>(args.x.size(0), view.width), kPartThreads, 0, cuda_stream(stream)>>>(view);
+    const int64_t tokens = args.x.size(0);
+    const dim3 grid = tokens <= kFewTokens ? part_grid<1>(tokens, view.width) : dim3(static_cast<unsigned>(tokens));
+    merge_streams<X, n()><<<grid, kPartThreads, 0, cuda_stream(stream)>>>(view);
   });
 }
 

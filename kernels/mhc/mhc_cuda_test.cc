@@ -212,7 +212,7 @@ TEST_P(MhcCudaBits, TokenIgnoresItsNeighbours) {
   const DType dtype = GetParam();
   TensorPool pool(6);
   CudaPool device;
-  const MhcMix host = make_mix(pool, {53, 4, 260}, dtype);
+  const MhcMix host = make_mix(pool, {290, 4, 260}, dtype);  // many tokens, then few: two forms
   const MhcMix together = on_cuda(device, host, dtype), pieces = on_cuda(device, host, dtype);
   launch(together, cuda_stream());
   const MhcMixBackward backward_host = make_mix_backward(pool, host, dtype);
@@ -220,8 +220,8 @@ TEST_P(MhcCudaBits, TokenIgnoresItsNeighbours) {
                  back_pieces = on_cuda(device, backward_host, dtype);
   back_together.inv_rms = back_pieces.inv_rms = together.inv_rms;
   launch(back_together, cuda_stream());
-  for (int64_t begin = 0, size = 1; begin < 53; begin += size++) {
-    const int64_t end = std::min<int64_t>(begin + size, 53);
+  for (int64_t begin = 0, size = 1; begin < 290; begin += size++) {
+    const int64_t end = std::min<int64_t>(begin + size, 290);
     MhcMix part = pieces;
     for (const auto member :
          {&MhcMix::x, &MhcMix::zr, &MhcMix::inv_rms, &MhcMix::post, &MhcMix::comb, &MhcMix::u}) {

@@ -36,9 +36,46 @@ struct MixView {
   bool whole;
 };
 
-template <class X, int N>
-__global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_streams(const MixView<X> view) {
+// comb of a token by the lanes of a group. What it needs before the norm is read when this is made.
+template <int N>
+struct Comb {
   using Lanes = LaneMatrix<N>;
+  Lanes m, base;
+  template <class X>
+  __device__ __forceinline__ Comb(const MixView<X>& view, int64_t t) {
+#pragma unroll
+    for (int held = 0; held < Lanes::kHeld; ++held) {
+      const int column = 2 * N + Lanes::element(held);
+      m.at[held] = view.zr[t][column], base.at[held] = view.base[column];
+    }
+  }
+  template <class X>
+  __device__ __forceinline__ void write(const MixView<X>& view, int64_t t, float inv_rms, bool wanted) {
+#pragma unroll
+    for (int held = 0; held < Lanes::kHeld; ++held) m.at[held] = fmaf(m.at[held] * inv_rms, view.scale[2], base.at[held]);
+    sinkhorn<N, false>(view.iterations, view.eps, m, {nullptr});
+#pragma unroll
+    for (int held = 0; held < Lanes::kHeld; ++held) {
+      const int element = Lanes::element(held);
+      if (wanted && Lanes::owns(held)) view.comb.at(t, element / N)[element % N] = m.at[held];
+    }
+  }
+};
+
+// With many tokens comb has a launch of its own: a block's last warp would keep its registers from the next block.
+constexpr int64_t kFewTokens = 264;
+constexpr int kCombThreads = 128;
+
+template <class X, int N>
+__global__ void __launch_bounds__(kCombThreads) mix_comb(const MixView<X> view, int64_t tokens) {
+  const int64_t token = (int64_t{blockIdx.x} * kCombThreads + threadIdx.x) / LaneMatrix<N>::kGroup;
+  const int64_t t = min(token, tokens - 1);  // lanes without a token work for nothing
+  Comb<N> comb(view, t);
+  comb.write(view, t, view.inv_rms[t], token < tokens);
+}
+
+template <class X, int N, bool kWithComb>
+__global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_streams(const MixView<X> view) {
   constexpr int kRuns = kHeldRuns<N>;
   __shared__ float pre[N];
   const int64_t t = blockIdx.x;
@@ -47,18 +84,8 @@ __global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_stream
   HeldRow<X, kRuns> x[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = HeldRow<X, kRuns>(view.x.at(t, i), share);
-  // What the gates and the comb of the block's last warp need, before the norm is known.
-  const bool combs = threadIdx.x / kWarp == blockDim.x / kWarp - 1;
-  float z = 0.0f, scale = 0.0f, base = 0.0f;
-  LaneMatrix<N> m, bases;
+  float z = 0.0f, scale = 0.0f, base = 0.0f;  // of the gates, before the norm is known
   if (e < 2 * N) z = view.zr[t][e], scale = scale_of(view.scale, e, N), base = view.base[e];
-  if (combs) {
-#pragma unroll
-    for (int held = 0; held < Lanes::kHeld; ++held) {
-      const int column = 2 * N + Lanes::element(held);
-      m.at[held] = view.zr[t][column], bases.at[held] = view.base[column];
-    }
-  }
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -82,14 +109,9 @@ __global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_stream
     for (int i = 0; i < N; ++i) sum = add_scaled(pre[i], x[i].at(r, column, share), sum);
     store_run(view.u[t] + column, sum, share.width - column, share.whole);
   });
-  if (!combs) return;
-#pragma unroll
-  for (int held = 0; held < Lanes::kHeld; ++held) m.at[held] = fmaf(m.at[held] * inv_rms, view.scale[2], bases.at[held]);
-  sinkhorn<N, false>(view.iterations, view.eps, m, {nullptr});
-#pragma unroll
-  for (int held = 0; held < Lanes::kHeld; ++held) {
-    const int element = Lanes::element(held);
-    if (e % kWarp < Lanes::kGroup && Lanes::owns(held)) view.comb.at(t, element / N)[element % N] = m.at[held];
+  if (kWithComb && threadIdx.x / kWarp == blockDim.x / kWarp - 1) {
+    Comb<N> comb(view, t);
+    comb.write(view, t, inv_rms, e % kWarp < LaneMatrix<N>::kGroup);
   }
 }
 
@@ -131,18 +153,21 @@ __global__ void mix_comb_backward(const MixBackwardView<X> view, int64_t tokens)
   }
 }
 
+// dx, the sum so far, is read in the end, two runs at a time, from the L2.
 template <class X, int N>
-__global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 2>) mix_streams_backward(const MixBackwardView<X> view) {
+__global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 3>) mix_streams_backward(const MixBackwardView<X> view) {
   constexpr int kRuns = kHeldRuns<N>, kColumns = (2 + N) * N;
   __shared__ float sums[kWarp][N], pre[N], dlogits[kColumns], terms[kColumns];
   const int64_t t = blockIdx.x;
   const RowShare share = block_share(view.width, view.whole);
   const HeldRow<X, kRuns> du(view.du[t], share);
-  HeldRow<X, kRuns> x[N], dx[N];
+  HeldRow<X, kRuns> x[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = HeldRow<X, kRuns>(view.x.at(t, i), share);
-#pragma unroll
-  for (int i = 0; i < N; ++i) dx[i] = HeldRow<X, kRuns>(view.dx.at(t, i), share);
+  constexpr int kLine = 128 / sizeof(X);
+  for (int i = 0; i < N; ++i) {
+    for (int h = kLine * share.thread; h < share.width; h += kLine * share.threads) prefetch_line(view.dx.at(t, i) + h);
+  }
   // dpre_i = x_i · du, the warps' sums ascending as in block_sum().
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -181,15 +206,36 @@ __global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 2>) mix_stream
   for (int e = 0; e < kColumns; ++e) dinv_rms = fmaf(dlogits[e], terms[e], dinv_rms);
   // d inv_rms / d x = -inv_rms^3 x / (n H).
   const float along_x = -dinv_rms * inv_rms * inv_rms * inv_rms / static_cast<float>(int64_t{N} * view.width);
-  for_runs<kRuns>(share, [&](int r, int column) {
-    const float4 g = du.at(r, column, share);
+  const auto update = [&](int r, int column, int i, float4 before) {
+    const float4 sum = add_scaled(pre[i], du.at(r, column, share), before);
+    store_run(view.dx.at(t, i) + column, add_scaled(along_x, x[i].at(r, column, share), sum), share.width - column,
+              share.whole);
+  };
+  const auto before = [&](int column, int i) {
+    return load_four(view.dx.at(t, i) + column, share.width - column, share.whole);
+  };
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float4 sum = add_scaled(pre[i], g, dx[i].at(r, column, share));
-      store_run(view.dx.at(t, i) + column, add_scaled(along_x, x[i].at(r, column, share), sum), share.width - column,
-                share.whole);
+  for (int base = 0; base < kRuns; base += 2) {
+    Four<X> dx[2][N];
+#pragma unroll
+    for (int r = base; r < min(base + 2, kRuns); ++r) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (share.column(r) < share.width) dx[r - base][i] = before(share.column(r), i);
+      }
     }
-  });
+#pragma unroll
+    for (int r = base; r < min(base + 2, kRuns); ++r) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (share.column(r) < share.width) update(r, share.column(r), i, dx[r - base][i].values());
+      }
+    }
+  }
+  for (int column = share.column(kRuns); column < share.width; column += 4 * share.threads) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) update(kRuns, column, i, before(column, i).values());
+  }
 }
 
 static __global__ void mix_finish_dzr(Rows<float> dzr, const float* scale, const float* inv_rms, int n, int64_t tokens) {

@@ -132,13 +132,15 @@ __global__ void combine_backward(Rows<const X> rows, Rows<const float> weights, 
                                  Rows<const X> dys, Rows<X> drows, Rows<float> dweights, int64_t slots, int64_t width,
                                  bool whole) {
   const int64_t t = blockIdx.x / slots, slot = blockIdx.x % slots, row = slot_row[t][slot];
-  const X* const dy = dys[t];
+  constexpr int kRuns = 4;
+  const RowShare share = block_share(width, whole);
+  const HeldRow<X, kRuns> dy(dys[t], share), from(rows[row], share);
   const float w = weights[t][slot];
   float dot = 0.0f;
-  for_fours(width, [&](int64_t i, int64_t count) {
-    const float4 d = load_run(dy + i, count, whole), v = load_run(rows[row] + i, count, whole);
-    dot = fmaf(d.w, v.w, fmaf(d.z, v.z, fmaf(d.y, v.y, fmaf(d.x, v.x, dot))));
-    store_run(drows[row] + i, {w * d.x, w * d.y, w * d.z, w * d.w}, count, whole);
+  for_runs<kRuns>(share, [&](int r, int column) {
+    const float4 d = dy.at(r, column, share);
+    dot = add_products(d, from.at(r, column, share), dot);
+    store_run(drows[row] + column, {w * d.x, w * d.y, w * d.z, w * d.w}, width - column, whole);
   });
   dot = block_sum(dot);
   if (threadIdx.x == 0) dweights[t][slot] = dot;

@@ -1,5 +1,5 @@
-// The router of GLM-5: 256 experts, eight a token, hidden size 6144; and of Flash: 288, 4096. Beside the choice alone, the choice and
-// the product that makes its logits in f32 of bf16 rows and weights.
+// The router of GLM-5: 256 experts, eight a token, hidden size 6144; and of Flash: 288, 4096. Beside the choice alone, the
+// choice and the product that makes its logits in f32 of bf16 rows and weights.
 #include "kernels/router/router.h"
 
 #include <string>
