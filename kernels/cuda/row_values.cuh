@@ -81,9 +81,6 @@ __device__ __forceinline__ void for_runs(const RowShare& share, F&& f) {
   for (int r = kRuns; share.column(r) < share.width; ++r) f(kRuns, share.column(r));
 }
 
-// The 128 bytes around p are on their way to the L2, at no register.
-__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 __device__ __forceinline__ float add_squares(float4 v, float sum) {
   return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
 }

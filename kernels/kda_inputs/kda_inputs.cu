@@ -141,36 +141,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3) kda_inputs_backward(const Ba
   };
   const float4 bias = count > 0 ? load_run(view.dt_bias[h] + column, count, view.whole) : zero;
   const float rate = expf(view.a_log[h]), head_scale = 1.0f / sqrtf(static_cast<float>(view.d));
-  // A line of one of the tensors a lane, some tokens ahead: q, k and their gradients are two lines each in bf16, decays four.
-  constexpr int kAhead = 4, kLines = sizeof(X);
-  const int lane = column / 4;
-  const auto line_of = [&](auto heads, int line, int64_t* stride) {
-    const int64_t size = sizeof(*heads.data);
-    *stride = heads.row_stride * size;
-    return 128 * line < view.d * size ? reinterpret_cast<const char*>(heads.at(begin, h)) + 128 * line : nullptr;
-  };
-  int64_t line_stride = 0;
-  const char* line = nullptr;
-  if (lane < kLines) {
-    line = line_of(view.q, lane, &line_stride);
-  } else if (lane < 2 * kLines) {
-    line = line_of(view.k, lane - kLines, &line_stride);
-  } else if (lane < 3 * kLines) {
-    line = line_of(view.dq_hat, lane - 2 * kLines, &line_stride);
-  } else if (lane < 4 * kLines) {
-    line = line_of(view.dk_hat, lane - 3 * kLines, &line_stride);
-  } else if (lane < 4 * kLines + 4) {
-    line = line_of(view.decay_logit, lane - 4 * kLines, &line_stride);
-  } else if (lane < 4 * kLines + 8) {
-    line = line_of(view.dlog_decay, lane - 4 * kLines - 4, &line_stride);
-  }
   float4 bias_sums = zero;
   float rate_sum = 0.0f;
   Token next = read(begin);
   for (int64_t t = begin; t < end; ++t) {
     const Token now = next;  // whole before anything is written: gradients may overwrite gradients
     next = read(min(t + 1, end - 1));
-    if (line != nullptr && t + kAhead < end) prefetch_line(line + (t - begin + kAhead) * line_stride);
     const float4 dq = unit_backward(now.q.values(), now.dq.values(), head_scale);
     const float4 dk = unit_backward(now.k.values(), now.dk.values(), 1.0f);
     const auto slope = [&](float f, float b, float dlog) {

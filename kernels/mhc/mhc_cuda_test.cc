@@ -244,6 +244,18 @@ TEST_P(MhcCudaBits, TokenIgnoresItsNeighbours) {
   testing::expect_same_bits_on_device(back_pieces.dzr, back_together.dzr);
 }
 
+TEST_P(MhcCudaBits, RefusesMoreIterationsThanItKeeps) {
+  TensorPool pool(7);
+  CudaPool device;
+  const MhcMix mix = make_mix(pool, {2, 4, 8}, GetParam());
+  MhcMixBackward args = on_cuda(device, make_mix_backward(pool, mix, GetParam()), GetParam());
+  args.iterations = kMhcIterationsCuda;
+  EXPECT_TRUE(validate(args).ok());
+  launch(args, cuda_stream());
+  ++args.iterations;
+  EXPECT_EQ(validate(args).code(), absl::StatusCode::kUnimplemented);
+}
+
 INSTANTIATE_TEST_SUITE_P(Dtypes, MhcCudaBits, ::testing::Values(DType::kF32, DType::kBf16));
 
 }  // namespace

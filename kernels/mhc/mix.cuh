@@ -36,42 +36,39 @@ struct MixView {
   bool whole;
 };
 
-// comb of a token by the lanes of a group. What it needs before the norm is read when this is made.
-template <int N>
-struct Comb {
-  using Lanes = LaneMatrix<N>;
-  Lanes m, base;
-  template <class X>
-  __device__ __forceinline__ Comb(const MixView<X>& view, int64_t t) {
+// Before the iterations. Of MixView or MixBackwardView.
+template <int N, class View>
+__device__ __forceinline__ LaneMatrix<N> comb_logits(const View& view, int64_t t, float inv_rms) {
+  LaneMatrix<N> m;
 #pragma unroll
-    for (int held = 0; held < Lanes::kHeld; ++held) {
-      const int column = 2 * N + Lanes::element(held);
-      m.at[held] = view.zr[t][column], base.at[held] = view.base[column];
-    }
+  for (int held = 0; held < LaneMatrix<N>::kHeld; ++held) {
+    const int column = 2 * N + LaneMatrix<N>::element(held);
+    m.at[held] = fmaf(view.zr[t][column] * inv_rms, view.scale[2], view.base[column]);
   }
-  template <class X>
-  __device__ __forceinline__ void write(const MixView<X>& view, int64_t t, float inv_rms, bool wanted) {
+  return m;
+}
+
+// By all lanes of a warp, a group of them a token; where `wanted` the token's comb is written.
+template <int N, class X>
+__device__ __forceinline__ void make_comb(const MixView<X>& view, int64_t t, float inv_rms, bool wanted) {
+  LaneMatrix<N> m = comb_logits<N>(view, t, inv_rms);
+  sinkhorn<N, false>(view.iterations, view.eps, m, {nullptr});
 #pragma unroll
-    for (int held = 0; held < Lanes::kHeld; ++held) m.at[held] = fmaf(m.at[held] * inv_rms, view.scale[2], base.at[held]);
-    sinkhorn<N, false>(view.iterations, view.eps, m, {nullptr});
-#pragma unroll
-    for (int held = 0; held < Lanes::kHeld; ++held) {
-      const int element = Lanes::element(held);
-      if (wanted && Lanes::owns(held)) view.comb.at(t, element / N)[element % N] = m.at[held];
-    }
+  for (int held = 0; held < LaneMatrix<N>::kHeld; ++held) {
+    const int element = LaneMatrix<N>::element(held);
+    if (wanted && LaneMatrix<N>::owns(held)) view.comb.at(t, element / N)[element % N] = m.at[held];
   }
-};
+}
 
 // With many tokens comb has a launch of its own: a block's last warp would keep its registers from the next block.
-constexpr int64_t kFewTokens = 264;
+constexpr int64_t kFewTokens = 264;  // two blocks a multiprocessor
 constexpr int kCombThreads = 128;
 
 template <class X, int N>
 __global__ void __launch_bounds__(kCombThreads) mix_comb(const MixView<X> view, int64_t tokens) {
   const int64_t token = (int64_t{blockIdx.x} * kCombThreads + threadIdx.x) / LaneMatrix<N>::kGroup;
   const int64_t t = min(token, tokens - 1);  // lanes without a token work for nothing
-  Comb<N> comb(view, t);
-  comb.write(view, t, view.inv_rms[t], token < tokens);
+  make_comb<N>(view, t, view.inv_rms[t], token < tokens);
 }
 
 template <class X, int N, bool kWithComb>
@@ -110,8 +107,7 @@ __global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_stream
     store_run(view.u[t] + column, sum, share.width - column, share.whole);
   });
   if (kWithComb && threadIdx.x / kWarp == blockDim.x / kWarp - 1) {
-    Comb<N> comb(view, t);
-    comb.write(view, t, inv_rms, e % kWarp < LaneMatrix<N>::kGroup);
+    make_comb<N>(view, t, inv_rms, e % kWarp < LaneMatrix<N>::kGroup);
   }
 }
 
@@ -137,12 +133,10 @@ __global__ void mix_comb_backward(const MixBackwardView<X> view, int64_t tokens)
   const SinkhornTape<N> tape{tapes + threadIdx.x / kWarp * SinkhornTape<N>::size(view.iterations)};
   const int64_t token = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / Lanes::kGroup;
   const int64_t t = min(token, tokens - 1);  // lanes without a token work for nothing
-  const float inv_rms = view.inv_rms[t];
-  LaneMatrix<N> m, d;
+  Lanes m = comb_logits<N>(view, t, view.inv_rms[t]), d;
 #pragma unroll
   for (int held = 0; held < Lanes::kHeld; ++held) {
-    const int element = Lanes::element(held), column = 2 * N + element;
-    m.at[held] = fmaf(view.zr[t][column] * inv_rms, view.scale[2], view.base[column]);
+    const int element = Lanes::element(held);
     d.at[held] = view.dcomb.at(t, element / N)[element % N];
   }
   sinkhorn<N, true>(view.iterations, view.eps, m, tape);
@@ -152,6 +146,9 @@ __global__ void mix_comb_backward(const MixBackwardView<X> view, int64_t tokens)
     if (token < tokens && Lanes::owns(held)) view.dzr[t][2 * N + Lanes::element(held)] = d.at[held];
   }
 }
+
+// The 128 bytes around p are on their way to the L2, at no register.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // dx, the sum so far, is read in the end, two runs at a time, from the L2.
 template <class X, int N>
