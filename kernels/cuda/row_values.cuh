@@ -41,12 +41,9 @@ struct RowShare {
   bool whole;  // as fours() found
   __device__ int column(int r) const { return 4 * (thread + r * threads); }
 };
-// A block's row, or a warp's.
+// Of a block's row.
 __device__ __forceinline__ RowShare block_share(int width, bool whole) {
   return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), width, whole};
-}
-__device__ __forceinline__ RowShare warp_share(int width, bool whole) {
-  return {static_cast<int>(threadIdx.x) % kWarp, kWarp, width, whole};
 }
 
 // The first kRuns runs of a row, read when this is made. Runs beyond are read where they are used.

@@ -103,7 +103,7 @@ __global__ void route(Rows<const float> logits, const float* bias, Rows<int32_t>
       __syncwarp();
       limit_groups(choice, scores, num_experts, groups, groups_kept);
     }
-    Best mine(choice, num_experts);  // what this lane wrote, or others before limit_groups() ended
+    Best mine(choice, num_experts);  // of what this lane wrote
     for (int slot = 0; slot < slots; ++slot) {
       const int best = warp_best(mine);
       if (lane == best % kWarp) {
