@@ -8,10 +8,10 @@
 namespace slipstream::kernels {
 namespace {
 
-constexpr int kWarps = 8;                   // of a block
-constexpr int64_t kBlocks = 132 * 4;        // that are there at once
-constexpr int kRows = 2;                    // of a warp, worked on together
-constexpr int kNarrow = 4 * kWarp;          // columns, a head's, that a warp keeps in registers
+constexpr int kWarps = 8;              // of a block
+constexpr int64_t kBlocks = 132 * 4;  // that are there at once
+constexpr int kRows = 2;               // of a warp, worked on together
+constexpr int kNarrow = 4 * kWarp;     // columns, a head's, that a warp keeps in registers
 constexpr float4 kZero = {0.0f, 0.0f, 0.0f, 0.0f};
 
 __device__ __forceinline__ float4 gated(float4 x, float4 gate, float4 w, float inv) {
@@ -88,8 +88,8 @@ struct Element {
 // A block goes through a piece of the rows, its warps in turns, and keeps the sums of w's gradient.
 template <class X>
 __global__ void __launch_bounds__(kWarps* kWarp, 4)
-    gated_norm_backward(Rows<const X> xs, const float* w, Rows<const X> gates, const float* inv_rms, Rows<const X> dys, Rows<X> dxs,
-                        Rows<X> dgates, int64_t rows, int width, int64_t piece, bool whole, float* partial) {
+    gated_norm_backward(Rows<const X> xs, const float* w, Rows<const X> gates, const float* inv_rms, Rows<const X> dys,
+                        Rows<X> dxs, Rows<X> dgates, int64_t rows, int width, int64_t piece, bool whole, float* partial) {
   __shared__ float sums[kWarps][kNarrow];
   const int64_t begin = blockIdx.x * piece, end = min(begin + piece, rows);
   const int warp = static_cast<int>(threadIdx.x) / kWarp, column = 4 * (static_cast<int>(threadIdx.x) % kWarp);

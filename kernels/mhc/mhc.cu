@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/column_sums.cuh"
-#include "kernels/cuda/pieces.cuh"
+#include "kernels/cuda/limits.cuh"
 #include "kernels/launch_cuda.h"
 #include "kernels/mhc/merge.cuh"
 #include "kernels/mhc/mhc.h"
