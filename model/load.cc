@@ -131,10 +131,11 @@ absl::StatusOr<LoadedWeights> load_weights(const std::string& dir, DType dtype, 
   ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::open(dir, blocks));
   ASSIGN_OR_RETURN(config.prefix, find_prefix(checkpoint, config, dir));
   const bool keep = options.keep_fp8_for && blocks.fp8_block_rows == kFp8Block && blocks.fp8_block_cols == kFp8Block;
+  const auto kept = [&](const Parameter& p) {
+    return keep && may_be_fp8(p, *options.keep_fp8_for) && stored_as_fp8(checkpoint, p);
+  };
   ASSIGN_OR_RETURN(WeightStore store,
-                   WeightStore::create_weights(config, dtype, has_mtp(checkpoint, config), /*device=*/{}, [&](const Parameter& p) {
-                     return keep && may_be_fp8(p, *options.keep_fp8_for) && stored_as_fp8(checkpoint, p);
-                   }));
+                   WeightStore::create_weights(config, dtype, has_mtp(checkpoint, config), /*device=*/{}, kept));
   RETURN_IF_ERROR(read_parts(checkpoint, store, stream));
   RETURN_IF_ERROR(check_unread(checkpoint, config, dir));
   return LoadedWeights{std::move(config), std::move(store)};

@@ -56,8 +56,8 @@ class Engine {
  public:
   using Weights = std::shared_ptr<const model::WeightStore>;
 
-  // weights are those of `config`, in host memory or on engine.device, without e4m3 unless fp8_weights; on the device, passes read
-  // them where they are unless fp8_weights asks for another form. InvalidArgument names the field of EngineConfig. on_diverged
+  // weights are those of `config`, in host memory or on engine.device, without e4m3 unless fp8_weights; there, passes read them
+  // where they are unless fp8_weights asks for another form. InvalidArgument names the field of EngineConfig. on_diverged
   // (may be null; from the engine's thread): the logits of a version were not finite numbers for the first time, DATA_LOSS with
   // its number.
   static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine,
