@@ -3,6 +3,7 @@
 #include "kernels/add/add.h"
 #include "kernels/copy/copy.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/grouped_gemm/grouped_gemm.h"
 #include "kernels/moe_dispatch/moe_dispatch.h"
 #include "kernels/quantize/quantize.h"
 #include "kernels/rmsnorm/rmsnorm.h"
@@ -32,24 +33,27 @@ Tensor panels_of(Step& step, const Tensor& w) {
   return step.panels != nullptr ? step.panels->of(w, step.stream) : Tensor();
 }
 
-void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& row_begin) {
-  const kernels::ArenaScope scope(step.arena);
-  const int64_t rows = x.size(0), columns = x.size(1);
-  const Tensor codes = step.arena.alloc(kernels::DType::kF8E4M3, {rows, columns});
-  CHECK(step.scales != nullptr);
-  const Tensor scales = step.island({rows, (columns + kernels::kScaleColumns - 1) / kernels::kScaleColumns});
-  kernels::launch(kernels::Quantize{.x = x, .codes = codes, .scales = scales}, step.stream);
-  kernels::launch(kernels::ScaledGemm{.a = codes, .a_scales = scales, .b = w, .b_scales = step.scales->at(w.raw()),
-                                      .row_begin = row_begin, .c = y},
-                  step.stream);
-}
-
 void linears_into(Step& step, absl::Span<const Linear> layers) {
+  const kernels::ArenaScope scope(step.arena);
   std::vector<kernels::Gemm> products;
+  Tensor quantized, codes, scales;  // an x and what it became, for the layers that follow
   for (const Linear& layer : layers) {
     if (layer.w.dtype() == kernels::DType::kF8E4M3) {
-      CHECK(layer.bias.empty());
-      fp8_linear_into(step, layer.x, layer.w, layer.y);
+      CHECK(layer.bias.empty() && step.scales != nullptr);
+      const int64_t rows = layer.x.size(0), columns = layer.x.size(1);
+      if (quantized.raw() != layer.x.raw() || !quantized.same_shape(layer.x)) {
+        quantized = layer.x;
+        codes = step.arena.alloc(kernels::DType::kF8E4M3, {rows, columns});
+        scales = step.island({rows, (columns + kernels::kScaleColumns - 1) / kernels::kScaleColumns});
+        kernels::launch(kernels::Quantize{.x = layer.x, .codes = codes, .scales = scales}, step.stream);
+      }
+      kernels::launch(kernels::ScaledGemm{.a = codes, .a_scales = scales, .b = layer.w, .b_scales = step.scales->at(layer.w.raw()),
+                                          .row_begin = layer.row_begin, .c = layer.y},
+                      step.stream);
+    } else if (!layer.row_begin.empty()) {
+      kernels::launch(kernels::GroupedGemm{.x = layer.x, .w = layer.w, .row_begin = layer.row_begin, .y = layer.y,
+                                           .w_panels = panels_of(step, layer.w)},
+                      step.stream);
     } else {
       products.push_back({.a = layer.x, .b = layer.w, .c = layer.y, .bias = layer.bias, .transpose_b = true,
                           .b_panels = panels_of(step, layer.w)});

@@ -45,15 +45,14 @@ Tensor panels_of(Step& step, const Tensor& w);
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias = {});
 Tensor linear_island(Step& step, const Tensor& x, const Tensor& w);  // y is f32
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias = {});
-// Several, of which none needs another's result.
+// Several, of which none needs another's result. w may be e4m3, without a bias: x then becomes e4m3 for the product, each row by
+// itself.
 struct Linear {
   Tensor x, w, y;
   Tensor bias = {};
+  Tensor row_begin = {};  // [E + 1]: w is [E, N, K], the rows of x are sorted by expert
 };
 void linears_into(Step& step, absl::Span<const Linear> layers);
-// linear_into for w e4m3, [N x K] without a bias or [E, N, K] with rows sorted by expert: x becomes e4m3 for the product, each
-// row by itself.
-void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& row_begin = {});
 // dx = dy w, and dx += dy w.
 Tensor input_grad(Step& step, const Tensor& dy, const Tensor& w);
 void input_grad_into(Step& step, const Tensor& dy, const Tensor& w, const Tensor& dx);

@@ -8,19 +8,6 @@
 namespace slipstream::model {
 namespace {
 
-// rows [R, K] times each expert's w [E, N, K].
-Tensor grouped_linear(Step& step, const Tensor& rows, const Tensor& w, const Tensor& row_begin) {
-  const Tensor y = step.alloc({rows.size(0), w.size(1)});
-  if (w.dtype() == kernels::DType::kF8E4M3) {
-    fp8_linear_into(step, rows, w, y, row_begin);
-  } else {
-    kernels::launch(kernels::GroupedGemm{.x = rows, .w = w, .row_begin = row_begin, .y = y,
-                                         .w_panels = panels_of(step, w)},
-                    step.stream);
-  }
-  return y;
-}
-
 // drows [R, N] times each expert's w [E, N, K].
 Tensor grouped_input_grad(Step& step, const Tensor& drows, const Tensor& w, const Tensor& row_begin) {
   const Tensor dx = step.alloc({drows.size(0), w.size(2)});
@@ -63,11 +50,14 @@ Tensor Moe::forward(const Weights& w, const Tensor& x, const Tensor& replayed, c
                                    .row_token = s.row_token},
                   step.stream);
   const Tensor rows = gather(step, x, s.row_token);
-  s.gate = grouped_linear(step, rows, w.gate, s.row_begin);
-  s.up = grouped_linear(step, rows, w.up, s.row_begin);
+  s.gate = step.alloc({rows.size(0), w.gate.size(1)});
+  s.up = step.alloc({rows.size(0), w.up.size(1)});
+  linears_into(step, {{.x = rows, .w = w.gate, .y = s.gate, .row_begin = s.row_begin},
+                      {.x = rows, .w = w.up, .y = s.up, .row_begin = s.row_begin}});
   const Tensor h = saved != nullptr ? step.alloc({s.gate.size(0), s.gate.size(1)}) : s.up;
   kernels::launch(kernels::SwiGlu{.gate = s.gate, .up = s.up, .y = h, .limit = limit_}, step.stream);
-  s.rows = grouped_linear(step, h, w.down, s.row_begin);
+  s.rows = step.alloc({h.size(0), w.down.size(1)});
+  linears_into(step, {{.x = h, .w = w.down, .y = s.rows, .row_begin = s.row_begin}});
   const Tensor y = config_.shared > 0 ? shared_.forward(w.shared, x, saved != nullptr ? &s.shared : nullptr, step)
                                       : step.arena.zeros(step.dtype, {tokens, x.size(1)}, step.stream);
   kernels::launch(kernels::MoeCombine{.rows = s.rows, .weights = s.weights, .slot_row = s.slot_row, .y = y},
