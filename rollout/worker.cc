@@ -47,6 +47,7 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read_choice("on_update", &c.engine.on_update,
                       {{"recompute", OnUpdate::kRecompute}, {"keep", OnUpdate::kKeep}});
   rollout.read("fp8_weights", &c.engine.fp8_weights);
+  rollout.read("fp8_latents", &c.engine.fp8_latents);
   rollout.read("weight_panels", &c.engine.weight_panels);
   rollout.read("drain_timeout_ms", &c.drain_timeout_ms, 0);
   rollout.read("weights_poll_ms", &c.weights_poll_ms, 100);
