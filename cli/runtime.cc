@@ -16,7 +16,7 @@ absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
   ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(flags.model, dtype, *host));
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
   if (flags.fp8_latents && !loaded.config.mla) {
-    return absl::InvalidArgumentError(absl::StrCat("--fp8-latents: ", flags.model, " has no latent attention"));
+    return absl::InvalidArgumentError(absl::StrCat("--fp8-latents: expected a model with latent attention, ", flags.model, " has none"));
   }
   if (flags.fp8_weights && stream->on_cuda() && dtype != kernels::DType::kBf16) {
     return absl::InvalidArgumentError("--fp8-weights: expected --dtype bf16 on a GPU");

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads)
     float largest = 0x1p-100f;
 #pragma unroll
     for (int run = 0; run < 2; ++run) {
-      const int count = max(0, min(4, layout.rank - column - run * 64));
+      // Of 64 bits: of 32, ptxas 13.0 takes what clamps for a comparison the wrong way round (VIMNMX.RELU's predicate).
+      const int64_t count = max(int64_t{0}, min(int64_t{4}, int64_t{layout.rank} - column - run * 64));
       values[run] = load_run(from + column + run * 64, count, whole && count == 4);
       largest = fmaxf(largest, largest_magnitude(values[run]));
     }

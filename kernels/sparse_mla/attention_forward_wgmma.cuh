@@ -199,10 +199,25 @@ struct CodeCopier {
       }
     }
   }
-  static __device__ __forceinline__ void restore(unsigned char* tiles) {
-    const uint32_t to = first(tiles);
+  // Row i of those.
+  static __device__ __forceinline__ void restore(unsigned char* tiles, int i) {
+    static_assert(kScaleColumns == 8 * 16);  // sixteen number chunk() + 8 k is of group k
+    const uint32_t to = first(tiles) + static_cast<uint32_t>(i * 16 * 128), own = to + static_cast<uint32_t>(parity() * 8),
+                   other = to + 8 - static_cast<uint32_t>(parity() * 8);
+    const float4 scales = load_shared_floats(to ^ 16);
+    // Each load long before its use: these threads have 24 registers.
+    uint2 first_codes = load_shared_8(own), last_codes = load_shared_8(other);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) restore_row(to + static_cast<uint32_t>(i * 16 * 128));
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t at = static_cast<uint32_t>(k * 2 * kTileBytes), next = at + 2 * kTileBytes;
+      const float scale = k == 0 ? scales.x : k == 1 ? scales.y : k == 2 ? scales.z : scales.w;
+      const uint4 first_values = scaled_to_bf16(first_codes, scale);
+      if (k < 3) first_codes = load_shared_8(own + next);
+      store_shared(to + at, first_values);
+      const uint4 last_values = scaled_to_bf16(last_codes, scale);
+      if (k < 3) last_codes = load_shared_8(other + next);
+      store_shared((to ^ 16) + at, last_values);
+    }
   }
 
   // The same for columns column .. column + 63 alone, one tile: a thread has two rows of it, row() + 16 (2 parity() + i).
@@ -226,17 +241,14 @@ struct CodeCopier {
     for (int i = 0; i < 2; ++i) {
       const uint32_t row = to + static_cast<uint32_t>(i * 16 * 128);
       const float4 scales = load_shared_floats(row ^ 16);
-      restore_sixteen(row, 0, group == 0 ? scales.x : group == 1 ? scales.y : group == 2 ? scales.z : scales.w);
+      const float scale = group == 0 ? scales.x : group == 1 ? scales.y : group == 2 ? scales.z : scales.w;
+      const uint2 first_codes = load_shared_8(row), last_codes = load_shared_8(row + 8);
+      store_shared(row, scaled_to_bf16(first_codes, scale));
+      store_shared(row ^ 16, scaled_to_bf16(last_codes, scale));
     }
   }
 
  private:
-  // Sixteen codes at `to` and their values there and in the other half.
-  static __device__ __forceinline__ void restore_sixteen(uint32_t to, uint32_t which, float scale) {
-    const uint2 own = load_shared_8(to + which * 8), other = load_shared_8(to + 8 - which * 8);
-    store_shared(to, scaled_to_bf16(own, scale));
-    store_shared(to ^ 16, scaled_to_bf16(other, scale));
-  }
   static __device__ __forceinline__ uint32_t first_of_tile(unsigned char* tile) {
     return SwizzledTile{shared_address(tile), 128}.chunk(static_cast<uint32_t>(RowCopier::row() + parity() * 32),
                                                          static_cast<uint32_t>(RowCopier::chunk() % 4 * 2));
@@ -246,17 +258,6 @@ struct CodeCopier {
     return SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(RowCopier::row()),
                                                           static_cast<uint32_t>(chunk)) +
            static_cast<uint32_t>(parity() * kTileBytes);
-  }
-  static __device__ __forceinline__ void restore_row(uint32_t to) {
-    static_assert(kScaleColumns == 8 * 16);  // sixteen number chunk() + 8 k is of group k
-    const float4 scales = load_shared_floats(to ^ 16);
-    const auto sixteen = [&](int k, float scale) {
-      restore_sixteen(to + static_cast<uint32_t>(k * 2 * kTileBytes), static_cast<uint32_t>(parity()), scale);
-    };
-    sixteen(0, scales.x);
-    sixteen(1, scales.y);
-    sixteen(2, scales.z);
-    sixteen(3, scales.w);
   }
 };
 
@@ -287,11 +288,6 @@ class KeyFinder {
   // For the copiers: the key rows of this block, or of the block before.
   __device__ __forceinline__ const K* source(int i) const { return at(this_[i]); }
   __device__ __forceinline__ const K* source_before(int i) const { return at(before_[i]); }
-  // Brings the rows of the next block into the L2.
-  __device__ __forceinline__ void prefetch_next(int bytes) const {
-    if (thread_again() % kWarp >= 16 || next_ < 0) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at(next_)), "r"(bytes) : "memory");
-  }
 
  private:
   __device__ __forceinline__ int position(int block) const {
@@ -308,8 +304,9 @@ class KeyFinder {
   }
   __device__ __forceinline__ const K* at(int row) const {
     if (row < 0) return nullptr;
-    return view_.keys.pool + row / kPageRows * view_.keys.page_stride +
-           row % kPageRows * view_.keys.row_stride;
+    constexpr uint32_t kRows = kPageRows;  // 32 bits, and no sign: the address of every row is computed anew
+    return view_.keys.pool + static_cast<uint32_t>(row) / kRows * view_.keys.page_stride +
+           static_cast<uint32_t>(row) % kRows * view_.keys.row_stride;
   }
 
   const LatentView<K>& view_;
@@ -422,25 +419,27 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     done();
     Ring<kLatentStages> restored = stage;
     int copied = begin;
+    // The next block's stage is free.
+    const auto copy_next = [&] {
+      const auto source = [&](int i) { return keys.source(i); };
+      unsigned char* const tiles = shared.stages[stage.place][0];
+      if (copied > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
+      if constexpr (kCodes) {
+        CodeCopier::copy(tiles, view.latents, valid, source);
+        commit_copies();
+        stage.advance();
+      } else {
+        RowCopier::copy<kLatentTiles>(tiles, 0, valid, source);
+        done();
+      }
+      if (copied < begin + 2) copy_last(source);
+      ++copied;
+    };
     for (int block = begin; block < end; ++block) {
-      // Codes of the block after this one, if its stage is free, are to arrive while this one's are restored.
-      while (copied == block || (kCodes && copied == block + 1 && copied < end && stage_is_free())) {
-        const auto source = [&](int i) { return keys.source(i); };
-        unsigned char* const tiles = shared.stages[stage.place][0];
+      if (copied == block) {
         keys.advance();
-        if constexpr (kCodes) keys.prefetch_next(view.latents.bytes);
         await_stage();
-        if (copied > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
-        if constexpr (kCodes) {
-          CodeCopier::copy(tiles, view.latents, valid, source);
-          commit_copies();
-          stage.advance();
-        } else {
-          RowCopier::copy<kLatentTiles>(tiles, 0, valid, source);
-          done();
-        }
-        if (copied < begin + 2) copy_last(source);
-        ++copied;
+        copy_next();
       }
       if constexpr (kCodes) {
         if (copied > block + 1) {
@@ -448,8 +447,15 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
         } else {
           wait_for_copies();
         }
-        CodeCopier::restore(shared.stages[restored.place][0]);
-        fence_async_proxy();
+        // Codes of the block after this one are to arrive meanwhile: they are copied as soon as a stage is free.
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          if (copied == block + 1 && copied < end && stage_is_free()) {
+            keys.advance();
+            copy_next();
+          }
+          CodeCopier::restore(shared.stages[restored.place][0], i);
+        }
         barrier_arrive(&shared.full[restored.place]);
         restored.advance();
       }
@@ -752,7 +758,6 @@ __global__ void __launch_bounds__(2 * 128, 2)
     Ring<kWeighStages> restored;
     const auto restore = [&] {
       CodeCopier::restore_tile(shared.values[restored.place], column);
-      fence_async_proxy();
       barrier_arrive(&shared.full[restored.place]);
       restored.advance();
     };

@@ -227,7 +227,7 @@ TEST_P(InvarianceTest, ReplayedDecode) {
                 .cached = {ids.begin(), ids.begin() + static_cast<int64_t>(count)}};
     const absl::StatusOr<PreparedBatch> prepared = prepare_batch(m_.config(), batch, cache.get(), m_.arena, stream);
     CHECK_OK(prepared.status());
-    Step step{stream, m_.arena, *prepared, nullptr, m_.loaded.store.dtype()};
+    Step step{stream, m_.arena, *prepared, nullptr, m_.loaded.store.dtype(), &m_.loaded.store.scales()};
     std::vector<int32_t> targets(count, t + 1 < kLength ? tokens_[static_cast<size_t>(t + 1)] : -1);
     const Tensor logits = graphs.run(*m_.model, m_.weights(), step, /*capture=*/t % 2 == 0).logits;
     const Tensor logprob = step.island({static_cast<int64_t>(count)}), lse = step.island({static_cast<int64_t>(count)});
