@@ -36,6 +36,7 @@ void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor&
   const kernels::ArenaScope scope(step.arena);
   const int64_t rows = x.size(0), columns = x.size(1);
   const Tensor codes = step.arena.alloc(kernels::DType::kF8E4M3, {rows, columns});
+  CHECK(step.scales != nullptr);
   const Tensor scales = step.island({rows, (columns + kernels::kScaleColumns - 1) / kernels::kScaleColumns});
   kernels::launch(kernels::Quantize{.x = x, .codes = codes, .scales = scales}, step.stream);
   kernels::launch(kernels::ScaledGemm{.a = codes, .a_scales = scales, .b = w, .b_scales = step.scales->at(w.raw()),
