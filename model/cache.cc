@@ -248,8 +248,9 @@ void Cache::copy_entry(const Tensor& store, int32_t from, int32_t to) {
   if (store.empty()) return;
   const Tensor source = store[from], target = store[to];
   if (stream_ != nullptr && stream_->on_cuda()) {
-    const int64_t count = source.numel();
-    kernels::launch(kernels::Copy{.from = source.view({1, 1, count}), .to = target.view({1, 1, count})}, *stream_);
+    // As words of four bytes, whatever they hold: entries are a multiple of that.
+    const auto words = [](const Tensor& t) { return Tensor(t.raw(), DType::kF32, {1, 1, t.bytes() / 4}, t.device()); };
+    kernels::launch(kernels::Copy{.from = words(source), .to = words(target)}, *stream_);
   } else {
     std::memcpy(target.raw(), source.raw(), static_cast<size_t>(source.bytes()));
   }

@@ -21,18 +21,21 @@ __device__ __forceinline__ float largest_magnitude(float4 v) {
 }
 
 // The values of two codes, the first in the lower byte: exact.
-__device__ __forceinline__ float2 e4m3_values(uint32_t codes) {
+__device__ __forceinline__ float2 e4m3_values(uint16_t codes) {
   uint32_t halves;
-  asm("{ .reg .b16 pair; cvt.u16.u32 pair, %1; cvt.rn.f16x2.e4m3x2 %0, pair; }" : "=r"(halves) : "r"(codes));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
   return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 // Eight codes times their scale, as bf16.
 __device__ __forceinline__ uint4 scaled_to_bf16(uint2 codes, float scale) {
-  const auto pair = [&](uint32_t two) {
+  const auto pair = [&](uint16_t two) {
     const float2 values = e4m3_values(two);
     return pack_bf16(values.x * scale, values.y * scale);
   };
-  return {pair(codes.x & 0xffffu), pair(codes.x >> 16), pair(codes.y & 0xffffu), pair(codes.y >> 16)};
+  uint16_t twos[4];
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(twos[0]), "=h"(twos[1]) : "r"(codes.x));
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(twos[2]), "=h"(twos[3]) : "r"(codes.y));
+  return {pair(twos[0]), pair(twos[1]), pair(twos[2]), pair(twos[3])};
 }
 
 }  // namespace slipstream::kernels

