@@ -63,6 +63,9 @@ absl::Status run_gateway(const RoleFlags& flags) {
 absl::Status run_rollout(const RoleFlags& flags) {
   SignalStop signals;
   ASSIGN_OR_RETURN(Job job, read_role(flags));
+  if (job.rollout.share_weights == rollout::ShareWeights::kAlways) {
+    return absl::InvalidArgumentError("rollout.share_weights: true, expected auto or false: only `slipstream run` has worker and learner in one process");
+  }
   job.rollout.engine.worker_id = flags.worker_id.value_or(job.rollout.engine.worker_id);
   job.rollout.address = flags.address.value_or(job.rollout.address);
   ASSIGN_OR_RETURN(const Logger log, open_log(job, job.rollout.engine.worker_id == "worker-0" ? "rollout" : "rollout-" + job.rollout.engine.worker_id));

@@ -139,9 +139,8 @@ absl::Status Learner::start() {
   if (config_.model.device != kernels::Device{}) {
     ASSIGN_OR_RETURN(device_stream_, kernels::Stream::create(config_.model.device, 0));
   }
-  kernels::Stream& compute = device_stream_ != nullptr ? *device_stream_ : *stream_;
   RETURN_IF_ERROR(agree(is_root() ? lock_.take(job_.run_directory()) : absl::OkStatus(), "locking the run"));
-  RETURN_IF_ERROR(agree(restore(compute), "restoring"));
+  RETURN_IF_ERROR(agree(restore(), "restoring"));
   if (!is_root()) return absl::OkStatus();
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
@@ -158,7 +157,7 @@ absl::Status Learner::start() {
 }
 
 // Loads the newest checkpoint, which rank 0 chooses, or the initial one.
-absl::Status Learner::restore(kernels::Stream& compute) {
+absl::Status Learner::restore() {
   std::string dir = is_root() ? checkpoints_.find().value_or("") : "";
   group_.broadcast(dir, 0);
   if (!dir.empty()) {
@@ -169,25 +168,36 @@ absl::Status Learner::restore(kernels::Stream& compute) {
   }
   const std::string& source = dir.empty() ? config_.model.path : dir;
   ASSIGN_OR_RETURN(const model::ModelConfig model_config, model::read_model_config(source));
-  ASSIGN_OR_RETURN(const MasterPlace place, place_of_masters(config_.optimizer.offload, model_config, compute));
-  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(source, config_.model.dtype, *stream_, compute, place));
+  ASSIGN_OR_RETURN(const MasterPlace place, place_of_masters(config_.optimizer.offload, model_config, compute()));
+  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(source, config_.model.dtype, *stream_, compute(), place));
   ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
                                              {.loss = config_.loss,
                                               .optimizer = config_.optimizer,
                                               .micro_batch_tokens = config_.micro_batch_tokens,
                                               .recompute = config_.recompute},
-                                             group_, *stream_, compute));
+                                             group_, *stream_, compute()));
   if (!dir.empty())
-    RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_, compute));
+    RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_, compute()));
   if (state_.weights_id.empty()) state_.weights_id = absl::StrCat(job_.run_id, "-", absl::Hex(std::random_device{}()));
   exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
   durable_step_ = state_.step;
   state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
   log_->info("{}: step {}, policy version {}", source, state_.step, state_.policy_version);
-  if (compute.on_cuda()) {
+  if (compute().on_cuda()) {
     log_->info("masters and moments are {}", place == MasterPlace::kDevice ? "on the GPU" : "in host memory (learner.optimizer.offload)");
   }
   return absl::OkStatus();
+}
+
+void Learner::share_weights(Rewrite rewrite) {
+  CHECK(group_.size() == 1 && job_.publish_every == 1);
+  weights_->share();
+  rewrite_ = std::move(rewrite);
+}
+
+void Learner::rewrite_shared_weights() {
+  if (!weights_->behind()) return;
+  rewrite_(state_.policy_version, [&] { weights_->follow(*stream_, compute()); });
 }
 
 absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
@@ -299,6 +309,7 @@ absl::StatusOr<v1::Batch> Learner::next_batch(std::stop_token stop) {
 
 // Every rank, with the same message: the step and all that follows from it.
 absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatch* batch) {
+  rewrite_shared_weights();  // of the step before, if it was no version
   const bool warmup = state_.phase == Phase::kWarmup;
   *batch =
       make_training_batch(message,
@@ -371,7 +382,7 @@ absl::Status Learner::save_checkpoint(double* seconds) {
   LearnerState written = state_;
   written.wall_seconds = wall_seconds();
   if (state_.step > 1) RETURN_IF_ERROR(files_->sync());  // the lines before this step's, which it has itself
-  weights_->fetch(device_stream_ != nullptr ? *device_stream_ : *stream_);
+  weights_->fetch(compute());
   RETURN_IF_ERROR(checkpoints_.save(written, *weights_, trainer_->optimizer()));
   durable_step_ = state_.step;
   return absl::OkStatus();
@@ -384,6 +395,7 @@ absl::Status Learner::publish(double* checkpoint_seconds, double* publish_second
   RETURN_IF_ERROR(save_checkpoint(checkpoint_seconds));
   const Timer timer(publish_seconds);
   RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
+  rewrite_shared_weights();
   metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
   return absl::OkStatus();
 }

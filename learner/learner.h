@@ -57,6 +57,14 @@ class Learner {
   // non-finite. Only rank 0's stop token counts.
   absl::Status run(std::stop_token stop, const Observers& observers);
 
+  // An engine in this process may read the weights of forward passes where they are (model.dtype bf16, rl.publish_every 1): once
+  // share_weights() was called, before run(), they change only while `rewrite` runs its `write`, which makes them those of
+  // policy_version.
+  using Rewrite = std::function<void(int32_t policy_version, absl::FunctionRef<void()> write)>;
+  const model::ModelConfig& model_config() const { return weights_->config(); }
+  const model::WeightStore& weights() const { return weights_->compute_store(); }
+  void share_weights(Rewrite rewrite);
+
   // Where workers fetch weights, host:port; empty on other ranks than 0.
   std::string weights_address() const;
   int32_t policy_version() const { return state_.policy_version; }
@@ -67,8 +75,10 @@ class Learner {
   Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics,
           Logger log);
   absl::Status start();
-  absl::Status restore(kernels::Stream& compute);
+  absl::Status restore();
   absl::Status agree(const absl::Status& mine, const char* what);
+  kernels::Stream& compute() { return device_stream_ != nullptr ? *device_stream_ : *stream_; }
+  void rewrite_shared_weights();
 
   // What run() is on rank 0 and on the others.
   absl::Status run_root(std::stop_token stop, const Observers& observers);
@@ -106,6 +116,7 @@ class Learner {
   std::unique_ptr<kernels::Stream> stream_;         // on the CPU
   std::unique_ptr<kernels::Stream> device_stream_;  // on a GPU, when the model runs there
   std::optional<PolicyWeights> weights_;
+  Rewrite rewrite_;  // when somebody else reads the weights too
   std::unique_ptr<Trainer> trainer_;
   Checkpoints checkpoints_;
   Publisher publisher_;

@@ -1,23 +1,20 @@
 #include "learner/policy_weights.h"
 
-#include <cstring>
+#include <algorithm>
 
-#include "kernels/bf16.h"
+#include "kernels/copy/copy.h"
 
 namespace slipstream::learner {
 
 using kernels::DType;
 
-void convert_tensor(const kernels::Tensor& from, const kernels::Tensor& to, kernels::Stream& stream) {
-  CHECK(from.dense() && to.dense() && from.same_shape(to));
-  const float* in = from.f32();
-  stream.parallel_for(from.numel(), 1 << 16, [&](int64_t begin, int64_t end, kernels::Worker&) {
-    if (to.dtype() == DType::kF32) {
-      std::memcpy(to.f32() + begin, in + begin, static_cast<size_t>(end - begin) * sizeof(float));
-      return;
-    }
-    for (int64_t i = begin; i < end; ++i) to.bf()[i] = kernels::to_bf16(in[i]);
-  });
+void convert_weights(const model::WeightStore& from, const model::WeightStore& to, kernels::Stream& stream) {
+  for (size_t i = 0; i < to.entries().size(); ++i) {
+    const kernels::Tensor &source = from.entries()[i].tensor, &target = to.entries()[i].tensor;
+    if (target.empty()) continue;
+    const int64_t width = source.size(source.rank() - 1), rows = source.numel() / std::max<int64_t>(width, 1);
+    kernels::launch(kernels::Copy{.from = source.view({rows, 1, width}), .to = target.view({rows, 1, width})}, stream);
+  }
 }
 
 absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType dtype,
@@ -38,21 +35,40 @@ absl::StatusOr<PolicyWeights> PolicyWeights::load(const std::string& dir, DType 
   } else if (dtype != DType::kF32) {
     ASSIGN_OR_RETURN(out.rounded_, create(dtype, {}));
   }
-  RETURN_IF_ERROR(out.round(host, compute));
+  out.round(host, compute);
   return out;
 }
 
 const model::WeightStore* PolicyWeights::rounded() const {
-  if (masters_on_device()) return device_master_ ? &*on_device_ : nullptr;
-  return rounded_ ? &*rounded_ : nullptr;
+  const model::WeightStore* const to = masters_on_device() ? (device_master_ ? &*on_device_ : nullptr)
+                                                           : (rounded_ ? &*rounded_ : nullptr);
+  return shared_ && to == &compute_store() ? nullptr : to;
+}
+
+void PolicyWeights::share() {
+  CHECK(dtype_ != DType::kF32);
+  shared_ = true;
 }
 
 void PolicyWeights::updated(kernels::Stream& compute) {
-  if (masters_on_device()) {
-    stale_ = true;
-  } else if (on_device_) {
+  stale_ = masters_on_device();
+  if (shared_) {
+    behind_ = true;
+  } else if (!masters_on_device() && on_device_) {
     on_host().upload_to(*on_device_, compute);
   }
+}
+
+void PolicyWeights::follow(kernels::Stream& host, kernels::Stream& compute) {
+  if (device_master_) {
+    convert_weights(*device_master_, *on_device_, compute);
+  } else if (!masters_on_device() && on_device_) {
+    on_host().upload_to(*on_device_, compute);
+  } else if (rounded_) {
+    convert_weights(master_.store, *rounded_, host);
+  }
+  compute.synchronize();
+  behind_ = false;
 }
 
 void PolicyWeights::fetch(kernels::Stream& compute) {
@@ -61,23 +77,14 @@ void PolicyWeights::fetch(kernels::Stream& compute) {
   stale_ = false;
 }
 
-absl::Status PolicyWeights::round(kernels::Stream& host, kernels::Stream& compute) {
+void PolicyWeights::round(kernels::Stream& host, kernels::Stream& compute) {
   CHECK(!stale_);
-  const auto round_to = [&](const model::WeightStore& to) {
-    for (size_t i = 0; i < to.entries().size(); ++i) {
-      convert_tensor(master_.store.entries()[i].tensor, to.entries()[i].tensor, host);
-    }
-  };
-  if (rounded_) round_to(*rounded_);
-  if (device_master_) {
-    ASSIGN_OR_RETURN(const model::WeightStore once, model::WeightStore::create_weights(config(), dtype_, with_mtp()));
-    round_to(once);
-    master_.store.upload_to(*device_master_, compute);
-    once.upload_to(*on_device_, compute);
-  } else if (on_device_) {
-    on_host().upload_to(*on_device_, compute);
+  if (masters_on_device()) {
+    master_.store.upload_to(*device_master(), compute);
+  } else if (rounded_ && on_device_) {
+    convert_weights(master_.store, *rounded_, host);
   }
-  return absl::OkStatus();
+  follow(host, compute);
 }
 
 }  // namespace slipstream::learner

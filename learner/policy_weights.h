@@ -34,23 +34,33 @@ class PolicyWeights {
     return master_;
   }
   bool with_mtp() const { return master_.store.with_mtp(); }
-  // The masters themselves for f32, else their rounding to nearest even as of the last round() or updated(). Islands
-  // (norms, biases) are fp32 in both.
-  const model::ModelWeights& compute() const { return on_device_ ? on_device_->tensors() : on_host().tensors(); }
+  // The masters themselves for f32, else their rounding to nearest even as of the last round(), updated() or follow().
+  // Islands (norms, biases) are fp32 in both. Dies while they are behind().
+  const model::ModelWeights& compute() const {
+    CHECK(!behind_);
+    return compute_store().tensors();
+  }
+  const model::WeightStore& compute_store() const { return on_device_ ? *on_device_ : on_host(); }
   kernels::DType dtype() const { return dtype_; }
 
-  // What an optimiser updates, and what it writes the rounded masters to (null: nothing). On the stream of trained_by().
+  // From now on others read compute_store() too, and only follow() changes it: an update leaves it behind the masters. bf16
+  // only: in f32 the masters are what passes read.
+  void share();
+  bool behind() const { return behind_; }
+  void follow(kernels::Stream& host, kernels::Stream& compute);  // returns when it is done
+
+  // What an optimiser updates, and what it writes the rounded masters to as well (null: nothing). On the stream of trained_by().
   const model::WeightStore& trained() const { return masters_on_device() ? *device_master() : master_.store; }
   const model::WeightStore* rounded() const;
   kernels::Stream& trained_by(kernels::Stream& host, kernels::Stream& compute) const {
     return masters_on_device() ? compute : host;
   }
-  // To be called after an update of trained() and rounded(): compute() follows, and master() waits for fetch().
+  // To be called after an update of trained() and rounded(): compute() follows unless it is shared, master() waits for fetch().
   void updated(kernels::Stream& compute);
   // The masters come to host memory if they changed elsewhere.
   void fetch(kernels::Stream& compute);
   // To be called after master() was changed in host memory: all else follows.
-  absl::Status round(kernels::Stream& host, kernels::Stream& compute);
+  void round(kernels::Stream& host, kernels::Stream& compute);
 
  private:
   PolicyWeights(model::LoadedWeights master, kernels::DType dtype) : master_(std::move(master)), dtype_(dtype) {}
@@ -62,12 +72,13 @@ class PolicyWeights {
   kernels::DType dtype_;
   MasterPlace place_ = MasterPlace::kHost;
   bool stale_ = false;                              // master_ is older than device_master()
+  bool shared_ = false, behind_ = false;            // compute_store() is read by others; is older than the masters
   std::optional<model::WeightStore> rounded_;       // on the CPU; absent for f32 and while masters are on the device
   std::optional<model::WeightStore> on_device_;     // compute() on a GPU
   std::optional<model::WeightStore> device_master_;  // where on_device_ is bf16 and masters are there
 };
 
-// to = from, element by element, f32 to f32 or bf16 (nearest even). Same shapes, dense.
-void convert_tensor(const kernels::Tensor& from, const kernels::Tensor& to, kernels::Stream& stream);
+// to = from, tensor by tensor, f32 to f32 or bf16 (nearest even), on the stream's device.
+void convert_weights(const model::WeightStore& from, const model::WeightStore& to, kernels::Stream& stream);
 
 }  // namespace slipstream::learner

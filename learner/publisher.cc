@@ -9,9 +9,7 @@ absl::Status Publisher::publish(int32_t policy_version, const model::LoadedWeigh
   ASSIGN_OR_RETURN(
       model::WeightStore copy,
       model::WeightStore::create_weights(master.config, kernels::DType::kF32, master.store.with_mtp()));
-  for (size_t i = 0; i < copy.entries().size(); ++i) {
-    convert_tensor(master.store.entries()[i].tensor, copy.entries()[i].tensor, stream);
-  }
+  convert_weights(master.store, copy, stream);
   auto snapshot = std::make_shared<const WeightSnapshot>(WeightSnapshot{policy_version, std::move(copy)});
   const absl::MutexLock lock(&mutex_);
   newest_ = std::move(snapshot);

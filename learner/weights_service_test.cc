@@ -93,9 +93,7 @@ TEST_F(WeightsServiceTest, WorkersGetTheMastersAndTheirRounding) {
   expect_same(f32, master.store);
   const Fetched rounded = fetch(3, DType::kBf16, bf16);
   EXPECT_TRUE(rounded.status.ok());
-  for (size_t i = 0; i < expected.entries().size(); ++i) {
-    convert_tensor(master.store.entries()[i].tensor, expected.entries()[i].tensor, *stream);
-  }
+  convert_weights(master.store, expected, *stream);
   expect_same(bf16, expected);
 }
 
@@ -120,8 +118,7 @@ TEST_F(WeightsServiceTest, WaitsForTheNextVersionAndTakesTheNewest) {
 TEST_F(WeightsServiceTest, SnapshotsDoNotChangeUnderTheirReaders) {
   ASSERT_TRUE(publisher.publish(1, master, *stream).ok());
   const model::WeightStore first = store(DType::kF32);
-  for (size_t i = 0; i < first.entries().size(); ++i)
-    convert_tensor(master.store.entries()[i].tensor, first.entries()[i].tensor, *stream);
+  convert_weights(master.store, first, *stream);
   grpc::ClientContext context;
   v1::FetchRequest request;
   request.set_have_version(-1);

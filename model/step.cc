@@ -44,14 +44,22 @@ void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor&
                   step.stream);
 }
 
-void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias) {
-  if (w.dtype() == kernels::DType::kF8E4M3) {
-    CHECK(bias.empty());
-    return fp8_linear_into(step, x, w, y);
+void linears_into(Step& step, absl::Span<const Linear> layers) {
+  std::vector<kernels::Gemm> products;
+  for (const Linear& layer : layers) {
+    if (layer.w.dtype() == kernels::DType::kF8E4M3) {
+      CHECK(layer.bias.empty());
+      fp8_linear_into(step, layer.x, layer.w, layer.y);
+    } else {
+      products.push_back({.a = layer.x, .b = layer.w, .c = layer.y, .bias = layer.bias, .transpose_b = true,
+                          .b_panels = panels_of(step, layer.w)});
+    }
   }
-  kernels::launch(kernels::Gemm{.a = x, .b = w, .c = y, .bias = bias, .transpose_b = true,
-                                .b_panels = panels_of(step, w)},
-                  step.stream);
+  kernels::launch(kernels::Gemms{products}, step.stream);
+}
+
+void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias) {
+  linears_into(step, {{.x = x, .w = w, .y = y, .bias = bias}});
 }
 
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias) {

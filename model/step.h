@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "absl/types/span.h"
 #include "kernels/arena.h"
 #include "kernels/stream.h"
 #include "model/batch.h"
@@ -44,7 +45,13 @@ Tensor panels_of(Step& step, const Tensor& w);
 Tensor linear(Step& step, const Tensor& x, const Tensor& w, const Tensor& bias = {});
 Tensor linear_island(Step& step, const Tensor& x, const Tensor& w);  // y is f32
 void linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& bias = {});
-// The same for w e4m3, [N x K] without a bias or [E, N, K] with rows sorted by expert: x becomes e4m3 for the product, each
+// Several, of which none needs another's result.
+struct Linear {
+  Tensor x, w, y;
+  Tensor bias = {};
+};
+void linears_into(Step& step, absl::Span<const Linear> layers);
+// linear_into for w e4m3, [N x K] without a bias or [E, N, K] with rows sorted by expert: x becomes e4m3 for the product, each
 // row by itself.
 void fp8_linear_into(Step& step, const Tensor& x, const Tensor& w, const Tensor& y, const Tensor& row_begin = {});
 // dx = dy w, and dx += dy w.

@@ -176,6 +176,7 @@ class WeightStore {
   const std::vector<Entry>& entries() const { return entries_; }
   const WeightScales& scales() const { return scales_; }  // empty without fp8
   bool with_mtp() const { return with_mtp_; }
+  kernels::Device device() const { return arena_.device(); }
   kernels::DType dtype() const { return dtype_; }  // of matrices that are not fp8
   // Every tensor, for the next step's gradients; without a stream on the CPU.
   void zero() const;

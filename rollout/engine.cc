@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "absl/synchronization/notification.h"
 #include "kernels/range.h"
 #include "kernels/sampling/sampling.h"
 #include "model/host_values.h"
@@ -67,9 +68,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
   if (engine.fp8_weights && out->stream_->on_cuda() && dtype != kernels::DType::kBf16) {
     return absl::InvalidArgumentError("rollout.fp8_weights: true, expected false unless model.dtype is bf16");
   }
-  if (out->stream_->on_cuda() || engine.fp8_weights) {
+  if (out->weights_->device() != engine.device || engine.fp8_weights) {
     ASSIGN_OR_RETURN(out->on_device_, out->weights_->copy_to(config, *out->stream_, engine.fp8_weights));
-  } else if (engine.weight_panels) {
+  } else if (engine.weight_panels && !out->stream_->on_cuda()) {
     ASSIGN_OR_RETURN(out->panels_, model::WeightPanels::create(*out->weights_));
   }
   out->publish_status();
@@ -263,12 +264,35 @@ void Engine::swap_weights(Weights weights, int32_t policy_version, absl::Time si
     return;
   }
   const kernels::Range range("swap weights");
+  CHECK(weights->device() == kernels::Device{});
   CHECK(weights->dtype() == weights_->dtype() && weights->entries().size() == weights_->entries().size());
   weights_ = std::move(weights);
-  if (panels_) panels_->follow(*weights_);
   if (on_device_) weights_->upload_to(*on_device_, *stream_);
+  weights_changed(policy_version, since);
+}
+
+void Engine::rewrite_weights(int32_t policy_version, absl::FunctionRef<void()> write) {
+  const absl::Time since = absl::Now();
+  absl::Notification standing, written, going;
+  send([&, this] {
+    stream_->synchronize();
+    standing.Notify();
+    written.WaitForNotification();
+    weights_changed(policy_version, since);
+    going.Notify();
+  });
+  standing.WaitForNotification();
+  write();
+  written.Notify();
+  going.WaitForNotification();
+}
+
+void Engine::weights_changed(int32_t policy_version, absl::Time since) {
+  if (panels_) panels_->follow(*weights_);
+  const bool newer = policy_version > policy_version_;
   policy_version_ = policy_version;
   scheduler_->weights_changed();
+  if (!newer) return;  // a warm-up's steps are no versions
   const double seconds = absl::ToDoubleSeconds(absl::Now() - since);
   metrics_.set(metric::kPolicyVersion, policy_version, {"rollout"});
   metrics_.observe(metric::kWeightSyncSeconds, seconds);

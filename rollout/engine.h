@@ -12,6 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "common/log.h"
 #include "common/metrics.h"
@@ -56,7 +57,8 @@ class Engine {
  public:
   using Weights = std::shared_ptr<const model::WeightStore>;
 
-  // weights are those of `config`. InvalidArgument names the field of EngineConfig. on_diverged (may be null; from the
+  // weights are those of `config`, in host memory or on engine.device; there, passes read them where they are unless fp8_weights
+  // asks for another form. InvalidArgument names the field of EngineConfig. on_diverged (may be null; from the
   // engine's thread): the logits of a version were not finite numbers for the first time, DATA_LOSS with its number.
   static absl::StatusOr<std::unique_ptr<Engine>> create(const EngineConfig& engine,
                                                         const model::ModelConfig& config, Weights weights,
@@ -78,6 +80,11 @@ class Engine {
   // asked for, for slipstream_weight_sync_seconds. The engine drops the pointer once newer ones come.
   void offer_weights(Weights weights, int32_t policy_version, absl::Time since = absl::Now());
 
+  // The weights that the engine reads where they are become those of policy_version: `write` changes them on the calling
+  // thread, between two passes, with nothing under way on the engine's device. Returns once passes may go on. Not while or
+  // after the engine is destroyed.
+  void rewrite_weights(int32_t policy_version, absl::FunctionRef<void()> write);
+
   // No new requests from now on.
   void drain();
   // Ends what is live with UNAVAILABLE: its clients go on elsewhere.
@@ -98,6 +105,7 @@ class Engine {
   void run() noexcept;
   bool take_commands(bool busy, std::deque<Command>* commands) ABSL_LOCKS_EXCLUDED(mutex_);
   void swap_weights(Weights weights, int32_t policy_version, absl::Time since);
+  void weights_changed(int32_t policy_version, absl::Time since);
   void expire(absl::Time now);
   const model::ModelWeights& weights() const { return on_device_ ? on_device_->tensors() : weights_->tensors(); }
   void step(const std::vector<Piece>& pieces);
@@ -125,8 +133,8 @@ class Engine {
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<kernels::Arena> arena_;       // of a pass, on the device
   std::unique_ptr<kernels::Arena> host_arena_;  // what is fetched from it
-  Weights weights_;                             // in host memory
-  std::optional<model::WeightStore> on_device_;  // the same on a GPU, or in fp8: passes read these
+  Weights weights_;                              // as given
+  std::optional<model::WeightStore> on_device_;  // the same on a GPU or in fp8, if they were not: passes then read these
   std::optional<model::WeightPanels> panels_;  // of weights_
   model::DecodeGraphs decode_graphs_;          // of passes over on_device_
   int32_t policy_version_ = 0;

@@ -49,6 +49,8 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read("fp8_weights", &c.engine.fp8_weights);
   rollout.read("fp8_latents", &c.engine.fp8_latents);
   rollout.read("weight_panels", &c.engine.weight_panels);
+  rollout.read_choice("share_weights", &c.share_weights,
+                      {{"auto", ShareWeights::kAuto}, {"true", ShareWeights::kAlways}, {"false", ShareWeights::kNever}});
   rollout.read("drain_timeout_ms", &c.drain_timeout_ms, 0);
   rollout.read("weights_poll_ms", &c.weights_poll_ms, 100);
   if (c.engine.step_tokens_max < c.engine.max_running) {
@@ -62,29 +64,35 @@ Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Worker::~Worker() = default;
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metrics& metrics, Logger log,
-                                                       std::function<void(absl::Status)> on_failure) {
+                                                       std::function<void(absl::Status)> on_failure,
+                                                       std::optional<Policy> policy) {
   auto impl = std::make_unique<Impl>();
   impl->config = config;
   impl->log = log;
-  ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream,
-                   kernels::Stream::create_cpu(config.engine.threads));
-  ASSIGN_OR_RETURN(model::LoadedWeights loaded,
-                   model::load_weights(config.model.path, config.model.dtype, *stream));
-  const auto weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
+  const bool shares = policy.has_value();
+  Engine::Weights weights;
+  if (shares) {
+    weights = Engine::Weights(Engine::Weights(), policy->weights);  // owned elsewhere
+  } else {
+    ASSIGN_OR_RETURN(const std::unique_ptr<kernels::Stream> stream, kernels::Stream::create_cpu(config.engine.threads));
+    ASSIGN_OR_RETURN(model::LoadedWeights loaded, model::load_weights(config.model.path, config.model.dtype, *stream));
+    weights = std::make_shared<const model::WeightStore>(std::move(loaded.store));
+    policy = Policy{.config = std::move(loaded.config), .weights = weights.get(), .version = 0};
+  }
   ASSIGN_OR_RETURN(impl->engine,
-                   Engine::create(config.engine, loaded.config, weights, /*policy_version=*/0, metrics, log, on_failure));
+                   Engine::create(config.engine, policy->config, weights, policy->version, metrics, log, on_failure));
   ASSIGN_OR_RETURN(impl->service, WorkerService::start(config.address, *impl->engine, log));
   const auto foreign = [path = config.model.path, on_failure](const absl::Status& status) {
     if (!on_failure) return;
     on_failure(absl::Status(status.code(), absl::StrCat("model.path: ", path, ": ", status.message())));
   };
-  if (!config.learner_address.empty()) {
+  if (!shares && !config.learner_address.empty()) {
     impl->receiver = std::make_unique<WeightReceiver>(
         WeightReceiverConfig{.worker_id = config.engine.worker_id,
                              .learner_address = config.learner_address,
                              .poll = absl::Milliseconds(config.weights_poll_ms),
                              .on_failure = foreign},
-        loaded.config, *weights, /*policy_version=*/0, *impl->engine, metrics, log);
+        policy->config, *weights, policy->version, *impl->engine, metrics, log);
   }
   const std::string bound = impl->service->address();
   if (!config.gateway_address.empty()) {
@@ -99,8 +107,8 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::start(const Config& config, Metr
                        .max_context = impl->engine->max_context()},
         *impl->engine, impl->service->draining(), log);
   }
-  log->info("worker {}: {} on {}, context {}", config.engine.worker_id, config.model.path, bound,
-            impl->engine->max_context());
+  log->info("worker {}: {} on {}, context {}", config.engine.worker_id, shares ? "the learner's weights" : config.model.path,
+            bound, impl->engine->max_context());
   return std::unique_ptr<Worker>(new Worker(std::move(impl)));
 }
 

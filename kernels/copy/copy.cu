@@ -7,8 +7,8 @@ namespace slipstream::kernels {
 namespace {
 
 // A thread takes four values of one head.
-template <class X>
-__global__ void copy_heads(Heads<const X> from, Heads<X> to, int64_t heads, int64_t width, int64_t runs, bool whole) {
+template <class X, class Y>
+__global__ void copy_heads(Heads<const X> from, Heads<Y> to, int64_t heads, int64_t width, int64_t runs, bool whole) {
   const int64_t per_head = (width + 3) / 4;
   const int64_t run = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (run >= runs) return;
@@ -26,9 +26,12 @@ void launch_cuda<Copy>(const Copy& args, Stream& stream) {
   if (runs == 0) return;
   const bool whole = fours(args.from) && fours(args.to);
   with_type(args.from.dtype(), [&](auto x) {
-    using X = decltype(x);
-    copy_heads<X><<<static_cast<unsigned>(divide_up(runs, 256)), 256, 0, cuda_stream(stream)>>>(
-        heads_of<const X>(args.from), heads_of<X>(args.to), heads, width, runs, whole);
+    with_type(args.to.dtype(), [&](auto y) {
+      using X = decltype(x);
+      using Y = decltype(y);
+      copy_heads<X, Y><<<static_cast<unsigned>(divide_up(runs, 256)), 256, 0, cuda_stream(stream)>>>(
+          heads_of<const X>(args.from), heads_of<Y>(args.to), heads, width, runs, whole);
+    });
   });
   check_launch("copy");
 }

@@ -1,4 +1,4 @@
-// Copy: values from one view to another.
+// Copy: values from one view to another, rounded to nearest even where that one is bf16.
 #pragma once
 
 #include "kernels/stream.h"
@@ -7,8 +7,8 @@
 namespace slipstream::kernels {
 
 struct Copy {
-  Tensor from;  // in   [T, h, d] f32, outer dimensions strided
-  Tensor to;    // out  [T, h, d] f32, outer dimensions strided; does not overlap from
+  Tensor from;  // in   [T, h, d] f32 (on CUDA also bf16), outer dimensions strided
+  Tensor to;    // out  [T, h, d] f32 or bf16, outer dimensions strided; does not overlap from
 };
 
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.

@@ -31,5 +31,20 @@ TEST_P(CopyCudaTest, MovesViews) {
 INSTANTIATE_TEST_SUITE_P(Shapes, CopyCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(1, 6, 64, 130)));
 
+class CopyAcrossTypesTest : public testing::CudaTest {};
+
+TEST_F(CopyAcrossTypesTest, RoundsAndWidens) {
+  TensorPool host(2);
+  CudaPool device;
+  const Tensor from = host.random(kF32, {9, 1, 130}), rounded = host.output(kBf16, {9, 1, 130});
+  const Tensor there = device.output(kBf16, {9, 1, 130}), wide = device.output(kF32, {9, 1, 130});
+  launch(Copy{.from = device.copy(from), .to = there}, cuda_stream());
+  launch(Copy{.from = there, .to = wide}, cuda_stream());
+  reference(Copy{.from = from, .to = rounded});
+  testing::expect_same_bits(testing::bits_on_host(host, there), rounded);
+  testing::expect_same_bits(testing::on_host(host, wide), testing::on_host(host, there));
+  device.expect_fences_intact();
+}
+
 }  // namespace
 }  // namespace slipstream::kernels

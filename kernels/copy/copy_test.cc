@@ -25,10 +25,20 @@ TEST(CopyTest, MovesTheViewAndNothingElse) {
   }
 }
 
+TEST(CopyTest, RoundsToBf16) {
+  TensorPool pool(3);
+  const Tensor from = pool.random(DType::kF32, {33, 2, 70}), to = pool.output(DType::kBf16, {33, 3, 70});
+  const Tensor expected = pool.output(DType::kBf16, {33, 2, 70});
+  launch(Copy{from, to.slice(1, 1, 3)}, testing::test_stream());
+  reference(Copy{from, expected});
+  testing::expect_same_bits(to.slice(1, 1, 3), expected);
+  pool.expect_fences_intact();
+}
+
 TEST(CopyTest, RefusesByName) {
   TensorPool pool(2);
   const Copy args{pool.random(DType::kF32, {2, 3, 4}), pool.output(DType::kF32, {2, 3, 5})};
-  EXPECT_EQ(validate(args).message(), "copy: to: f32 [2, 3, 5], expected f32 [2, 3, 4]");
+  EXPECT_EQ(validate(args).message(), "copy: to: f32 [2, 3, 5], expected f32 or bf16 [2, 3, 4]");
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/device.cuh"
+#include "kernels/cuda/limits.cuh"
 
 namespace slipstream::kernels {
 
@@ -41,15 +42,6 @@ inline bool aligned_16(const Tensor& t) {
   for (int dim = 0; dim + 1 < t.rank(); ++dim)
     aligned = aligned && t.stride(dim) * size_of(t.dtype()) % 16 == 0;
   return aligned && t.size(t.rank() - 1) * size_of(t.dtype()) % 16 == 0;
-}
-
-// Lets a kernel have this much dynamic shared memory. The device's limit is kSharedMax.
-constexpr int kSharedMax = 232448;
-template <class Kernel>
-void allow_shared(Kernel* kernel, int bytes) {
-  CHECK_LE(bytes, kSharedMax);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "shared memory");
 }
 
 }  // namespace slipstream::kernels

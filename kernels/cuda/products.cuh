@@ -72,6 +72,23 @@ __device__ bool find_tile(const Product& p, Tile& tile) {
   return false;
 }
 
+// Where the tile's matrices begin.
+template <class A, class B, class C>
+struct TileOperands {
+  const A* a;
+  const B* b;
+  C* c;
+};
+template <class A, class B, class C>
+__device__ __forceinline__ TileOperands<A, B, C> operands_of(const Product& p, const Tile& tile) {
+  const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch * p.stride_a;
+  const int64_t batch_b = p.depth_grouped ? 0 : tile.batch * p.stride_b;
+  const int64_t batch_c = p.rows_grouped ? 0 : tile.batch * p.stride_c;
+  return {static_cast<const A*>(p.a) + batch_a + tile.row_offset * p.lda,
+          static_cast<const B*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0),
+          static_cast<C*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0)};
+}
+
 // --- f32 chains ---------------------------------------------------------------------------------
 
 constexpr int kScalarTile = 64, kScalarDepth = 16, kScalarThreads = 256;
@@ -81,12 +98,7 @@ inline __global__ void __launch_bounds__(kScalarThreads) scalar_product(Product 
   __shared__ float bs[kScalarDepth][kScalarTile + 4];
   Tile tile;
   if (!find_tile<kScalarTile, kScalarTile>(p, tile) || (tile.k == 0 && p.accumulate)) return;
-  const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch * p.stride_a;
-  const int64_t batch_b = p.depth_grouped ? 0 : tile.batch * p.stride_b;
-  const int64_t batch_c = p.rows_grouped ? 0 : tile.batch * p.stride_c;
-  const float* const a = static_cast<const float*>(p.a) + batch_a + tile.row_offset * p.lda;
-  const float* const b = static_cast<const float*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0);
-  float* const c = static_cast<float*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0);
+  const auto [a, b, c] = operands_of<float, float, float>(p, tile);
 
   // 64 x 16 values a matrix, four a thread. Neighbouring threads read along the stored rows.
   const auto load_a = [&](int64_t k0) {
@@ -204,6 +216,53 @@ struct PartReader {
   }
 };
 
+// A warp's sums, fragments of mma from row m0 and column n0 of the tile on: zeros, or c's values where the product accumulates.
+template <int kFragmentsM, int kFragmentsN, class C>
+struct WarpSums {
+  const Product& p;
+  const Tile& tile;
+  C* c;
+  int m0, n0;
+  float at[kFragmentsM][kFragmentsN][4];
+
+  __device__ WarpSums(const Product& product, const Tile& tile_, C* c_, int m0_, int n0_)
+      : p(product), tile(tile_), c(c_), m0(m0_), n0(n0_) {
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          at[i][j][e] = 0.0f;
+          if (p.accumulate) element(i, j, e, [&](const C* value, int64_t) { at[i][j][e] = load(value); });
+        }
+      }
+    }
+  }
+  // Of lane l: rows l / 4 and + 8, columns 2 (l % 4) and + 1.
+  template <class F>
+  __device__ void element(int i, int j, int e, F&& f) const {
+    const int lane = threadIdx.x % kWarp;
+    const int64_t row = tile.m0 + m0 + i * 16 + lane / 4 + e / 2 * 8;
+    const int64_t column = tile.n0 + n0 + j * 8 + lane % 4 * 2 + e % 2;
+    if (row < tile.m && column < p.n) f(c + row * p.ldc + column, column);
+  }
+  __device__ void store_all() const {
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          element(i, j, e, [&](C* to, int64_t column) {
+            store(to, p.bias == nullptr ? at[i][j][e] : at[i][j][e] + p.bias[column]);
+          });
+        }
+      }
+    }
+  }
+};
+
 // kM x kN tiles by warps of kWarpM x kWarpN; 64 k a stage, kStages of them on their way. Few rows are a matter of how many
 // bytes of the weight are on their way: small tiles, many stages.
 template <int kM_, int kN_, int kWarpM_, int kWarpN_, int kStages_>
@@ -227,12 +286,7 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
   auto& stages = *reinterpret_cast<ProductStages<Shape, kTransposeA, kTransposeB>*>(memory);
   Tile tile;
   if (!find_tile<Shape::kM, Shape::kN>(p, tile) || (tile.k == 0 && p.accumulate)) return;
-  const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch * p.stride_a;
-  const int64_t batch_b = p.depth_grouped ? 0 : tile.batch * p.stride_b;
-  const int64_t batch_c = p.rows_grouped ? 0 : tile.batch * p.stride_c;
-  const bf16* const a = static_cast<const bf16*>(p.a) + batch_a + tile.row_offset * p.lda;
-  const bf16* const b = static_cast<const bf16*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0);
-  C* const c = static_cast<C*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0);
+  const auto [a, b, c] = operands_of<bf16, bf16, C>(p, tile);
 
   PartReader<kTransposeA ? Shape::kDepth : Shape::kM, kTransposeA ? Shape::kM : Shape::kDepth, !kTransposeA,
              Shape::kThreads>
@@ -254,24 +308,7 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int warp_m = warp / (Shape::kN / Shape::kWarpN) * Shape::kWarpM;
   const int warp_n = warp % (Shape::kN / Shape::kWarpN) * Shape::kWarpN;
-  // A fragment's element: rows lane / 4 and + 8, columns 2 (lane % 4) and + 1.
-  const auto element = [&](int i, int j, int e, auto&& f) {
-    const int64_t row = tile.m0 + warp_m + i * 16 + lane / 4 + e / 2 * 8;
-    const int64_t column = tile.n0 + warp_n + j * 8 + lane % 4 * 2 + e % 2;
-    if (row < tile.m && column < p.n) f(c + row * p.ldc + column, column);
-  };
-  float sums[kFragmentsM][kFragmentsN][4];
-#pragma unroll
-  for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums[i][j][e] = 0.0f;
-        if (p.accumulate) element(i, j, e, [&](const C* at, int64_t) { sums[i][j][e] = load(at); });
-      }
-    }
-  }
+  WarpSums<kFragmentsM, kFragmentsN, C> sums(p, tile, c, warp_m, warp_n);
 
   const int steps = static_cast<int>((tile.k + Shape::kDepth - 1) / Shape::kDepth);
   for (int step = 0; step < Shape::kStages - 1; ++step) fetch(step);
@@ -307,24 +344,13 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
       for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
         for (int j = 0; j < kFragmentsN; ++j) {
-          mma(sums[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
+          mma(sums.at[i][j], af[i], bf[j / 2][j % 2 * 2], bf[j / 2][j % 2 * 2 + 1]);
         }
       }
     }
   }
   await_copies<0>();
-#pragma unroll
-  for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        element(i, j, e, [&](C* at, int64_t column) {
-          store(at, p.bias == nullptr ? sums[i][j][e] : sums[i][j][e] + p.bias[column]);
-        });
-      }
-    }
-  }
+  sums.store_all();
 }
 
 // --- Launches ---------------------------------------------------------------------------------------------------------

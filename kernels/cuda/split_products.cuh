@@ -79,34 +79,14 @@ __global__ void __launch_bounds__(kSplitThreads) split_product(Product p) {
   __shared__ __align__(16) typename ReadB::Part bs[kParts<B>];
   Tile tile;
   if (!find_tile<kSplitTile, kSplitTile>(p, tile) || (tile.k == 0 && p.accumulate)) return;
-  const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch * p.stride_a;
-  const int64_t batch_b = p.depth_grouped ? 0 : tile.batch * p.stride_b;
-  const int64_t batch_c = p.rows_grouped ? 0 : tile.batch * p.stride_c;
-  ReadA read_a{static_cast<const A*>(p.a) + batch_a + tile.row_offset * p.lda, p.lda, tile.m0, tile.m, p.fast_a, {}};
-  ReadB read_b{static_cast<const B*>(p.b) + batch_b + (p.depth_grouped ? tile.row_offset * p.ldb : 0), p.ldb, tile.n0, p.n,
-               p.fast_b, {}};
-  C* const c = static_cast<C*>(p.c) + batch_c + (p.rows_grouped ? tile.row_offset * p.ldc : 0);
+  const auto [a, b, c] = operands_of<A, B, C>(p, tile);
+  ReadA read_a{a, p.lda, tile.m0, tile.m, p.fast_a, {}};
+  ReadB read_b{b, p.ldb, tile.n0, p.n, p.fast_b, {}};
 
   constexpr int kFragmentsM = 2, kFragmentsN = 4;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int warp_m = warp / 2 * 32, warp_n = warp % 2 * 32;
-  const auto element = [&](int i, int j, int e, auto&& f) {
-    const int64_t row = tile.m0 + warp_m + i * 16 + lane / 4 + e / 2 * 8;
-    const int64_t column = tile.n0 + warp_n + j * 8 + lane % 4 * 2 + e % 2;
-    if (row < tile.m && column < p.n) f(c + row * p.ldc + column, column);
-  };
-  float sums[kFragmentsM][kFragmentsN][4];
-#pragma unroll
-  for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums[i][j][e] = 0.0f;
-        if (p.accumulate) element(i, j, e, [&](const C* at, int64_t) { sums[i][j][e] = load(at); });
-      }
-    }
-  }
+  WarpSums<kFragmentsM, kFragmentsN, C> sums(p, tile, c, warp_m, warp_n);
   if (tile.k > 0) read_a.fetch(0, tile.k), read_b.fetch(0, tile.k);
   for (int64_t k0 = 0; k0 < tile.k; k0 += kSplitDepth) {
     __syncthreads();  // the step before has been read
@@ -142,34 +122,23 @@ __global__ void __launch_bounds__(kSplitThreads) split_product(Product p) {
         }
       }
 #pragma unroll
-      for (int order = 2; order >= 0; --order) {  // of magnitude: parts a and b of a + b = order
+      for (int order = 2; order >= 0; --order) {  // of magnitude: parts whose numbers add up to it
 #pragma unroll
-        for (int a = 0; a < kParts<A>; ++a) {
-          const int b = order - a;
-          if (b < 0 || b >= kParts<B>) continue;
+        for (int of_a = 0; of_a < kParts<A>; ++of_a) {
+          const int of_b = order - of_a;
+          if (of_b < 0 || of_b >= kParts<B>) continue;
 #pragma unroll
           for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
             for (int j = 0; j < kFragmentsN; ++j) {
-              mma(sums[i][j], af[a][i], bf[b][j / 2][j % 2 * 2], bf[b][j / 2][j % 2 * 2 + 1]);
+              mma(sums.at[i][j], af[of_a][i], bf[of_b][j / 2][j % 2 * 2], bf[of_b][j / 2][j % 2 * 2 + 1]);
             }
           }
         }
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        element(i, j, e, [&](C* at, int64_t column) {
-          store(at, p.bias == nullptr ? sums[i][j][e] : sums[i][j][e] + p.bias[column]);
-        });
-      }
-    }
-  }
+  sums.store_all();
 }
 
 template <class A, class B, class C>

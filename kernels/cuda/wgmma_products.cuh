@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/driver.h"
 #include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/limits.cuh"
 #include "kernels/cuda/products.cuh"
 
 namespace slipstream::kernels {
@@ -474,13 +475,6 @@ CUtensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t 
   return map;
 }
 
-inline int64_t multiprocessors() {
-  int device = 0, count = 0;
-  check_cuda(cudaGetDevice(&device), "product");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "product");
-  return count;
-}
-
 template <class Shape, bool kTransposeA, bool kTransposeB, class Epilogue>
 void launch_wgmma_product(const Product& p, const Epilogue& epilogue, Stream& stream) {
   const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 1 : p.batch,
@@ -507,7 +501,7 @@ void launch_wgmma_product(const Product& p, const Epilogue& epilogue, Stream& st
       .next_tile = tiles > blocks ? stream.workspace().zeros(DType::kI32, {1}, stream).i32() : nullptr};
   const auto kernel = wgmma_product<Shape, kTransposeA, kTransposeB, Epilogue>;
   constexpr int kBytes = sizeof(WgmmaShared<Shape>);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "product");
+  allow_shared(kernel, kBytes);
   kernel<<<static_cast<unsigned>(blocks), Shape::kThreads, kBytes, cuda_stream(stream)>>>(args, epilogue);
 }
 
@@ -518,8 +512,8 @@ void launch_wgmma_shape(const Product& p, bool transpose_a, bool transpose_b, St
   launch_wgmma_product<Shape, false, false>(p, StoreSums<C>(), stream);
 }
 
-// Whether this form takes the product. On an H200 its bits and those of mma.sync were the same, but nobody
-// promises that: the answer must not depend on the number of rows. (Of a stored [k, m], m is the weight's.)
+// Whether this form takes the product, or few_rows.cuh, whose bits are the same. The answer does not depend on the number of rows.
+// (Of a stored [k, m], m is the weight's.)
 inline bool wgmma_takes(const Product& p, bool transpose_a, bool transpose_b) {
   const bool used = !(transpose_a && transpose_b);  // by layers: kernels that nobody needs are not compiled
   return p.fast_a && p.fast_b && p.k > 0 && used;

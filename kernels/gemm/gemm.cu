@@ -1,5 +1,6 @@
 #include "kernels/gemm/gemm.h"
 
+#include "kernels/cuda/few_rows.cuh"
 #include "kernels/cuda/products.cuh"
 #include "kernels/cuda/split_products.cuh"
 #include "kernels/cuda/wgmma_products.cuh"
@@ -13,6 +14,10 @@ void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_
     launch_scalar_product(p, transpose_a, transpose_b, stream);
   } else if (thin_takes(p, a, b, c, transpose_a, transpose_b)) {
     launch_thin(p, stream);
+  } else if (few_rows_take(p, a, b, transpose_a, transpose_b)) {
+    FewRows one;
+    CHECK(one.add(p, c));
+    one.launch(stream);
   } else {
     with_type(c, [&](auto result) {
       using C = decltype(result);
@@ -33,18 +38,44 @@ void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_
   check_launch("product");
 }
 
-template <>
-void launch_cuda<Gemm>(const Gemm& args, Stream& stream) {
+namespace {
+
+Product product_of(const Gemm& args) {
   const bool batched = args.c.rank() == 3;
   const int rows = batched ? 1 : 0;  // the dimension that counts rows
-  const Product p{.a = args.a.raw(), .b = args.b.raw(), .c = args.c.raw(), .bias = data_of<float>(args.bias),
-                  .m = args.c.size(rows), .n = args.c.size(rows + 1),
-                  .k = args.a.size(args.transpose_a ? rows : rows + 1), .lda = args.a.stride(rows),
-                  .ldb = args.b.stride(rows), .ldc = args.c.stride(rows), .batch = batched ? args.c.size(0) : 1,
-                  .stride_a = batched ? args.a.stride(0) : 0, .stride_b = batched ? args.b.stride(0) : 0,
-                  .stride_c = batched ? args.c.stride(0) : 0, .accumulate = args.accumulate,
-                  .fast_a = eights(args.a), .fast_b = eights(args.b), .fast_c = eights(args.c)};
+  return {.a = args.a.raw(), .b = args.b.raw(), .c = args.c.raw(), .bias = data_of<float>(args.bias),
+          .m = args.c.size(rows), .n = args.c.size(rows + 1), .k = args.a.size(args.transpose_a ? rows : rows + 1),
+          .lda = args.a.stride(rows), .ldb = args.b.stride(rows), .ldc = args.c.stride(rows), .batch = batched ? args.c.size(0) : 1,
+          .stride_a = batched ? args.a.stride(0) : 0, .stride_b = batched ? args.b.stride(0) : 0,
+          .stride_c = batched ? args.c.stride(0) : 0, .accumulate = args.accumulate,
+          .fast_a = eights(args.a), .fast_b = eights(args.b), .fast_c = eights(args.c)};
+}
+
+void launch_one(const Gemm& args, const Product& p, Stream& stream) {
   launch_product(p, args.a.dtype(), args.b.dtype(), args.c.dtype(), args.transpose_a, args.transpose_b, stream);
+}
+
+}  // namespace
+
+template <>
+void launch_cuda<Gemm>(const Gemm& args, Stream& stream) {
+  launch_one(args, product_of(args), stream);
+}
+
+template <>
+void launch_cuda<Gemms>(const Gemms& args, Stream& stream) {
+  FewRows small;
+  for (const Gemm& gemm : args.products) {
+    const Product p = product_of(gemm);
+    if (!few_rows_take(p, gemm.a.dtype(), gemm.b.dtype(), gemm.transpose_a, gemm.transpose_b)) {
+      launch_one(gemm, p, stream);
+    } else if (!small.add(p, gemm.c.dtype())) {
+      small.launch(stream);
+      small = {};
+      CHECK(small.add(p, gemm.c.dtype()));
+    }
+  }
+  small.launch(stream);
 }
 
 }  // namespace slipstream::kernels

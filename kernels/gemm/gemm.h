@@ -5,6 +5,8 @@
 // other rows, on the number of threads or on the CPU, so reference() and launch() agree bit for bit.
 #pragma once
 
+#include <span>
+
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
 
@@ -23,6 +25,11 @@ struct Gemm {
 // a, b and c may all have one more leading dimension: as many independent products (bias then absent).
 // Outer dimensions may be strided.
 
+// Products of which none needs another's result: launched together where that saves time, with the same bits.
+struct Gemms {
+  std::span<const Gemm> products;
+};
+
 // InvalidArgument: shapes or dtypes disagree. Unimplemented: no code for this device.
 absl::Status validate(const Gemm& args);
 
@@ -31,5 +38,6 @@ void reference(const Gemm& args);
 
 // Enqueues and returns (on the CPU: computes). Dies unless validate(args) is OK.
 void launch(const Gemm& args, Stream& stream);
+void launch(const Gemms& args, Stream& stream);
 
 }  // namespace slipstream::kernels

@@ -86,8 +86,8 @@ CUDA_BENCH(gemm) {
   compare("forward", Form::kForward, 8192, 8192, 8192, bench, peer);
   compare("input gradient", Form::kInputGrad, 8192, 8192, 8192, bench, peer);
   compare("weight gradient", Form::kWeightGrad, 8192, 8192, 8192, bench, peer);
-  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1536, 4096}, {4096, 4096}, {4096, 8192}, {8192, 4096}, {12288, 4096}, {4096, 12288}}) {
-    for (const int64_t m : {1, 32}) compare("forward", Form::kForward, m, n, k, bench, peer);
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{128, 4096}, {1536, 4096}, {4096, 4096}, {4096, 8192}, {8192, 4096}, {12288, 4096}, {4096, 12288}}) {
+    for (const int64_t m : {1, 16, 32}) compare("forward", Form::kForward, m, n, k, bench, peer);
   }
   for (const int64_t m : {1, 16, 64, 128, 256, 512, 1024, 4096, 16384}) compare("forward", Form::kForward, m, 6144, 6144, bench, peer);
 }

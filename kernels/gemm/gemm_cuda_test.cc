@@ -2,6 +2,7 @@
 // 300 a row has the bits it has alone, for transposed, batched, accumulating and misaligned products.
 #include "kernels/gemm/gemm.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "kernels/testing/cuda_test.h"
@@ -160,6 +161,51 @@ TEST_P(GemmRowsCudaTest, LargeAndSmallTilesAgree) {
       testing::expect_same_bits_on_device(part, whole.slice(0, begin, end));
     }
   }
+  device.expect_fences_intact();
+}
+
+// Products of one step of k that differ by forty binary places, so that a sum taken in another order, or in parts, would show.
+using GemmWideCudaTest = testing::CudaTest;
+TEST_F(GemmWideCudaTest, RowIgnoresTheOthersAtAllMagnitudes) {
+  TensorPool host(7);
+  CudaPool device;
+  const int64_t m = 256, n = 520, k = 1032;
+  const auto wide = [&](std::initializer_list<int64_t> shape, float seed_low) {
+    const Tensor values = random_as(host, kBf16, shape), exponents = random_as(host, kF32, shape, seed_low, seed_low + 20.0f);
+    for (int64_t i = 0; i < values.numel(); ++i) values.f32()[i] = std::ldexp(values.f32()[i], static_cast<int>(exponents.f32()[i]));
+    return device.copy(values, kBf16);
+  };
+  const Tensor a = wide({m, k}, -10.0f), b = wide({n, k}, -10.0f), whole = device.output(kF32, {m, n});
+  launch(Gemm{.a = a, .b = b, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
+  for (const int64_t rows : {1, 7, 8, 9, 16, 17, 31, 32, 33, 100}) {
+    const Tensor part = device.output(kF32, {rows, n});
+    launch(Gemm{.a = a.slice(0, 5, 5 + rows), .b = b, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
+    testing::expect_same_bits_on_device(part, whole.slice(0, 5, 5 + rows));
+  }
+  device.expect_fences_intact();
+}
+
+// Of several products together, small and large, in both dtypes, as of each alone.
+TEST_F(GemmWideCudaTest, TogetherAsAlone) {
+  TensorPool host(8);
+  CudaPool device;
+  for (const int64_t m : {1, 8, 9, 16, 17, 100, 600}) {
+    std::vector<Gemm> together;
+    std::vector<Tensor> alone;
+    for (const auto& [n, k] : {std::pair<int64_t, int64_t>{24, 520}, {520, 136}, {64, 1024}, {9000, 64}, {40, 77}, {128, 264}, {8, 8}, {16, 64},
+                               {96, 200}, {72, 72}, {48, 512}}) {
+      const DType dtype = n % 3 == 0 ? kF32 : kBf16;
+      Gemm gemm{.a = device.copy(random_as(host, kBf16, {m, k}), kBf16), .b = device.copy(random_as(host, kBf16, {n, k}), kBf16),
+                .c = device.output(dtype, {m, n}), .bias = n == 64 ? device.copy(host.random(kF32, {n})) : Tensor(), .transpose_b = true};
+      launch(gemm, cuda_stream());
+      alone.push_back(gemm.c);
+      gemm.c = device.output(dtype, {m, n});
+      together.push_back(gemm);
+    }
+    launch(Gemms{together}, cuda_stream());
+    for (size_t i = 0; i < alone.size(); ++i) testing::expect_same_bits_on_device(together[i].c, alone[i]);
+  }
+  launch(Gemms{}, cuda_stream());
   device.expect_fences_intact();
 }
 

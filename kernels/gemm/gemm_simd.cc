@@ -268,5 +268,14 @@ void launch(const Gemm& args, Stream& stream) {
   });
 }
 
+void launch(const Gemms& args, Stream& stream) {
+  if (!stream.on_cuda()) {
+    for (const Gemm& product : args.products) launch(product, stream);
+    return;
+  }
+  for (const Gemm& product : args.products) CHECK_OK(validate(product));
+  launch_cuda(args, stream);
+}
+
 }  // namespace slipstream::kernels
 #endif  // HWY_ONCE

@@ -5,8 +5,8 @@
 namespace slipstream::model {
 
 Tensor GatedMlp::forward(const Weights& w, const Tensor& x, Saved* saved, Step& step) const {
-  const Tensor gate = linear(step, x, w.gate);
-  const Tensor up = linear(step, x, w.up);
+  const Tensor gate = step.alloc({x.size(0), w.gate.size(0)}), up = step.alloc({x.size(0), w.up.size(0)});
+  linears_into(step, {{.x = x, .w = w.gate, .y = gate}, {.x = x, .w = w.up, .y = up}});
   // In place when nothing is kept.
   const Tensor h = saved != nullptr ? step.alloc({gate.size(0), gate.size(1)}) : up;
   kernels::launch(kernels::SwiGlu{.gate = gate, .up = up, .y = h, .limit = limit_}, step.stream);

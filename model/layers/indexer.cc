@@ -1,6 +1,7 @@
 #include "model/layers/indexer.h"
 
 #include <cmath>
+#include <vector>
 
 #include "kernels/indexer/indexer.h"
 #include "kernels/layernorm/layernorm.h"
@@ -24,10 +25,15 @@ void Indexer::forward(const Weights& w, const Tensor& x, const Tensor& q_resid, 
                       const Selection& selection, Step& step) const {
   const kernels::ArenaScope scope(step.arena);
   const PreparedBatch& batch = step.batch;
-  const Tensor q = linear(step, q_resid, w.wq_b).split_last(config_.heads);
-  const Tensor weights = linear_island(step, x, w.weights_proj);
-  const Tensor raw = linear(step, x, w.wk);
-  const Tensor k = step.alloc({raw.size(0), raw.size(1)});
+  const int64_t tokens = x.size(0), width = config_.head_dim;
+  const bool pooled = config_.pool > 1;
+  const Tensor q = step.alloc({tokens, config_.heads, width}), weights = step.island({tokens, config_.heads});
+  const Tensor raw = step.alloc({tokens, width}), k = step.alloc({tokens, width}), gate = step.alloc({tokens, width});
+  std::vector<Linear> layers = {{.x = q_resid, .w = w.wq_b, .y = q.view({tokens, config_.heads * width})},
+                                {.x = x, .w = w.weights_proj, .y = weights},
+                                {.x = x, .w = w.wk, .y = raw}};
+  if (pooled) layers.push_back({.x = x, .w = w.pool_gate, .y = gate});
+  linears_into(step, layers);
   kernels::launch(kernels::LayerNorm{.x = raw, .w = w.k_norm_w, .b = w.k_norm_b, .y = k, .mean = {}, .inv_std = {},
                                      .eps = kKeyNormEps},
                   step.stream);
@@ -40,10 +46,8 @@ void Indexer::forward(const Weights& w, const Tensor& x, const Tensor& q_resid, 
     rotate(q);
     rotate(k.split_last(1));
   }
-  const bool pooled = config_.pool > 1;
   const kernels::PagedRows keys{cache.index_keys, pooled ? batch.pool_pages : batch.token_pages};
   if (pooled) {
-    const Tensor gate = linear(step, x, w.pool_gate);
     kernels::launch(kernels::PoolKeys{.k = k, .gate = gate, .ape = w.pool_ape, .sequences = batch.sequences,
                                       .open = cache.open_pool, .slots = batch.slots, .pooled = keys},
                     step.stream);

@@ -23,16 +23,23 @@ Tensor KdaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
   Saved s;
   s.x = x;
   s.qkv = step.alloc({tokens, 3 * width});
-  linear_into(step, x, w.q, s.qkv.slice(1, 0, width));
-  linear_into(step, x, w.k, s.qkv.slice(1, width, 2 * width));
-  linear_into(step, x, w.v, s.qkv.slice(1, 2 * width, 3 * width));
+  s.f_a = step.alloc({tokens, w.f_a.size(0)});
+  s.g_a = step.alloc({tokens, w.g_a.size(0)});
+  s.beta_logit = step.island({tokens, h});
+  linears_into(step, {{.x = x, .w = w.q, .y = s.qkv.slice(1, 0, width)},
+                      {.x = x, .w = w.k, .y = s.qkv.slice(1, width, 2 * width)},
+                      {.x = x, .w = w.v, .y = s.qkv.slice(1, 2 * width, 3 * width)},
+                      {.x = x, .w = w.f_a, .y = s.f_a},
+                      {.x = x, .w = w.g_a, .y = s.g_a},
+                      {.x = x, .w = w.b, .y = s.beta_logit}});
   s.mixed = step.alloc({tokens, 3 * width});
   kernels::launch(kernels::ShortConv{.x = s.qkv, .w = w.conv, .sequences = batch.sequences, .tail = cache.conv_tail,
                                      .slots = cache.conv_tail.empty() ? Tensor() : batch.slots, .y = s.mixed},
                   step.stream);
-  s.f_a = linear(step, x, w.f_a);
-  s.decay_logit = linear_island(step, s.f_a, w.f_b).split_last(h);
-  s.beta_logit = linear_island(step, x, w.b);
+  s.decay_logit = step.island({tokens, h, d});
+  s.gate = step.alloc({tokens * h, d});
+  linears_into(step, {{.x = s.f_a, .w = w.f_b, .y = s.decay_logit.view({tokens, width})},
+                      {.x = s.g_a, .w = w.g_b, .y = s.gate.view({tokens, width})}});
   s.q_hat = step.alloc({tokens, h, d});
   s.k_hat = step.alloc({tokens, h, d});
   s.log_decay = step.island({tokens, h, d});
@@ -53,8 +60,6 @@ Tensor KdaAttention::forward(const Weights& w, const Tensor& x, const LayerCache
                                .span_states = s.span_states, .r = s.r},
                   step.stream);
   s.o = o.view({tokens * h, d});
-  s.g_a = linear(step, x, w.g_a);
-  s.gate = linear(step, s.g_a, w.g_b).view({tokens * h, d});
   s.gated = step.alloc({tokens, width});
   if (saved != nullptr) s.o_inv = step.island({tokens * h});
   kernels::launch(kernels::GatedNorm{.x = s.o, .w = w.o_norm, .gate = s.gate, .y = s.gated.view({tokens * h, d}),

@@ -1,6 +1,7 @@
 #include "model/layers/mla.h"
 
 #include <cmath>
+#include <vector>
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/latent_rows/latent_rows.h"
@@ -32,27 +33,27 @@ Tensor Mla::forward(const Weights& w, const Tensor& x, const LayerCache& cache, 
   Saved s;
   s.x = x;
   s.q_resid = x;
-  if (config_.q_lora_rank > 0) {
-    s.q_a = linear(step, x, w.q_a, w.q_a_bias);
-    s.q_resid = rms_norm(step, s.q_a, w.q_a_norm, config_.latent_norm_eps, &s.q_a_inv);
-  }
-  s.q = linear(step, s.q_resid, config_.q_lora_rank > 0 ? w.q_b : w.q_proj).split_last(h);
 
   // Key rows [norm(c) ; rotated k_rope], built in place and then stored: the store may round them.
+  const Tensor rows = step.alloc({tokens, width}), k_rope = rows.slice(1, rank, width);
   const auto bias_part = [&](int64_t begin, int64_t end) {
     return w.kv_a_bias.empty() ? Tensor() : w.kv_a_bias.slice(0, begin, end);
   };
-  const Tensor rows = step.alloc({tokens, width});
-  s.c_raw = linear(step, x, w.kv_a.slice(0, 0, rank), bias_part(0, rank));
+  s.c_raw = step.alloc({tokens, rank});
+  std::vector<Linear> of_x = {{.x = x, .w = w.kv_a.slice(0, 0, rank), .y = s.c_raw, .bias = bias_part(0, rank)}};
+  if (config_.rope > 0) of_x.push_back({.x = x, .w = w.kv_a.slice(0, rank, width), .y = k_rope, .bias = bias_part(rank, width)});
+  if (config_.q_lora_rank > 0) {
+    s.q_a = step.alloc({tokens, config_.q_lora_rank});
+    of_x.push_back({.x = x, .w = w.q_a, .y = s.q_a, .bias = w.q_a_bias});
+  }
+  linears_into(step, of_x);
+  if (config_.q_lora_rank > 0) s.q_resid = rms_norm(step, s.q_a, w.q_a_norm, config_.latent_norm_eps, &s.q_a_inv);
+  s.q = linear(step, s.q_resid, config_.q_lora_rank > 0 ? w.q_b : w.q_proj).split_last(h);
   s.c_inv = step.island({tokens});
   kernels::launch(kernels::RmsNorm{.x = s.c_raw, .w = w.kv_a_norm, .y = rows.slice(1, 0, rank), .inv_rms = s.c_inv,
                                    .eps = config_.latent_norm_eps},
                   step.stream);
-  if (config_.rope > 0) {
-    const Tensor k_rope = rows.slice(1, rank, width);
-    linear_into(step, x, w.kv_a.slice(0, rank, width), k_rope, bias_part(rank, width));
-    rotate(k_rope.split_last(1), /*inverse=*/false, step);
-  }
+  if (config_.rope > 0) rotate(k_rope.split_last(1), /*inverse=*/false, step);
   s.keys = {cache.keys, step.batch.token_pages};
   if (cache.keys.dtype() == kernels::DType::kF8E4M3) {
     kernels::launch(kernels::LatentWrite{.rows = rows, .rank = rank, .sequences = step.batch.sequences, .store = s.keys},

@@ -71,6 +71,23 @@ TEST(SynchronousJob, RepeatsBitForBit) {
   EXPECT_EQ(rewards[0], rewards[1]);
 }
 
+// A job with the worker in the learner's process reads its weights in place; what it learns is what one learns that fetches them.
+TEST(SharedWeights, ChangeNothingThatIsLearned) {
+  std::string weights[2];
+  for (const bool share : {false, true}) {
+    const TemporaryDirectory directory;
+    const SmallJob job = make_small_job(directory.path(), {{"learner", "steps: 6"}, {"rl", "max_staleness: 0"}});
+    ASSERT_EQ(run_embedded(job, {absl::StrCat("rollout.share_weights=", share ? "true" : "false")}), 0) << read_file(directory.path() + "/run.out");
+    EXPECT_EQ(complaints(job), "");
+    EXPECT_TRUE(saw_mismatch_measured(job));
+    const std::string log = read_file(job.run() + "/logs/rollout.log");
+    EXPECT_EQ(log.find("the learner's weights") != std::string::npos, share) << log;
+    weights[share] = final_weights(job);
+  }
+  ASSERT_FALSE(weights[0].empty());
+  EXPECT_TRUE(weights[0] == weights[1]);
+}
+
 TEST(ResumedJob, GoesOnWhereItStopped) {
   const TemporaryDirectory directory;
   const SmallJob job = make_small_job(directory.path(), {{"learner", "steps: 6"}, {"rl", "max_staleness: 0"}});

@@ -103,6 +103,12 @@ TEST(Refusal, OfAConfigInOneLine) {
   expect_refused(run(job, {"sampling.min_p=1"}), {"run: --set sampling.min_p=1: sampling.min_p: \"1\", expected a number from 0"});
   expect_refused(run(job, {"chat.tokenizer=nothing"}), {"--set chat.tokenizer=nothing: chat.tokenizer: "});
   expect_refused(run(job, {"metrics.run=localhost:70000"}), {"metrics.run: \"localhost:70000\", expected host:port"});
+  for (const auto& [set, reason] : {std::pair<const char*, const char*>{"model.dtype=fp32", "unless model.dtype is bf16"},
+                                    {"rl.publish_every=2", "unless rl.publish_every is 1"},
+                                    {"rollout.fp8_weights=true", "unless rollout.fp8_weights is false"}}) {
+    expect_refused(run(job, {"rollout.share_weights=true", set}), {"rollout.share_weights: true, expected auto or false ", reason});
+  }
+  expect_refused(run(job, {"rollout.share_weights=maybe"}), {"rollout.share_weights: \"maybe\", expected"});
   expect_refused(run(job, {"rollout.gateway_address=nowhere"}), {"rollout.gateway_address: \"nowhere\", expected host:port"});
   write_file(job.config, read_file(job.config) + "---\nrl: {group_size: 2}\n");
   expect_refused(run(job, {}), {job.config + ":", "a second YAML document"});
