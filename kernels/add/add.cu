@@ -1,17 +1,24 @@
 #include "kernels/add/add.h"
 
 #include "kernels/cuda/column_sums.cuh"
+#include "kernels/cuda/row_values.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
 namespace {
 
+constexpr int kRuns = 2;
+
 template <class X>
-__global__ void add_rows(Rows<const X> a, Rows<const X> b, Rows<X> y, int64_t width, bool whole) {
+__global__ void __launch_bounds__(kPartThreads) add_rows(Rows<const X> a, Rows<const X> b, Rows<X> y, int width, bool whole) {
   const int64_t row = blockIdx.x;
-  for_fours(width, [&](int64_t i, int64_t count) {
-    const float4 u = load_run(a[row] + i, count, whole), v = load_run(b[row] + i, count, whole);
-    store_run(y[row] + i, {u.x + v.x, u.y + v.y, u.z + v.z, u.w + v.w}, count, whole);
+  Four<X> u[kRuns], v[kRuns];  // all read before any is written: y may be a or b
+  for_part<kRuns>(width, [&](int r, int i) {
+    u[r] = load_four(a[row] + i, width - i, whole), v[r] = load_four(b[row] + i, width - i, whole);
+  });
+  for_part<kRuns>(width, [&](int r, int i) {
+    const float4 p = u[r].values(), q = v[r].values();
+    store_run(y[row] + i, {p.x + q.x, p.y + q.y, p.z + q.z, p.w + q.w}, width - i, whole);
   });
 }
 
@@ -27,12 +34,12 @@ void sum_columns(const ColumnSum& args, Stream& stream) {
 template <>
 void launch_cuda<Add>(const Add& args, Stream& stream) {
   const int64_t rows = args.a.size(0), width = args.a.size(1);
-  if (rows == 0) return;
+  if (rows * width == 0) return;
   const bool whole = fours(args.a) && fours(args.b) && fours(args.y);
   with_type(args.a.dtype(), [&](auto x) {
     using X = decltype(x);
-    add_rows<X><<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
-        rows_of<const X>(args.a), rows_of<const X>(args.b), rows_of<X>(args.y), width, whole);
+    add_rows<X><<<part_grid<kRuns>(rows, width), kPartThreads, 0, cuda_stream(stream)>>>(
+        rows_of<const X>(args.a), rows_of<const X>(args.b), rows_of<X>(args.y), static_cast<int>(width), whole);
   });
   check_launch("add");
 }

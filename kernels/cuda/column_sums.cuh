@@ -42,6 +42,12 @@ static __global__ void column_sum_total(const float* partial, int64_t pieces, in
   if (threadIdx.y == 0 && column < columns) y[column] += sum;
 }
 
+// y[column] += the pieces' sums [pieces, columns].
+static inline void add_pieces(const float* partial, int64_t pieces, int64_t columns, float* y, Stream& stream) {
+  const unsigned blocks = static_cast<unsigned>(divide_up(columns, kWarp));
+  column_sum_total<<<blocks, dim3(kWarp, kColumnSumLanes), 0, cuda_stream(stream)>>>(partial, pieces, columns, y);
+}
+
 // value(row, column) on the device. y [columns].
 template <class F>
 void add_column_sums(F value, int64_t rows, int64_t columns, float* y, Stream& stream) {
@@ -54,7 +60,7 @@ void add_column_sums(F value, int64_t rows, int64_t columns, float* y, Stream& s
   float* const partial = stream.workspace().alloc(DType::kF32, {pieces, columns}).f32();
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pieces)), threads(kWarp, kColumnSumLanes);
   column_sum_pieces<<<grid, threads, 0, cuda_stream(stream)>>>(value, rows, columns, piece, partial);
-  column_sum_total<<<static_cast<unsigned>(blocks), threads, 0, cuda_stream(stream)>>>(partial, pieces, columns, y);
+  add_pieces(partial, pieces, columns, y, stream);
   check_launch("column sums");
 }
 

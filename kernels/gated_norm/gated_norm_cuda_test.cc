@@ -55,8 +55,8 @@ TEST_P(GatedNormCudaTest, EqualsReference) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GatedNormCudaTest,
-                         ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(0, 1, 500),
-                                            ::testing::Values(3, 16, 128, 1030)));
+                         ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(0, 1, 500, 9001),
+                                            ::testing::Values(3, 16, 127, 128, 1030)));
 
 }  // namespace
 }  // namespace slipstream::kernels

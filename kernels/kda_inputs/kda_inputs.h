@@ -7,6 +7,8 @@
 
 namespace slipstream::kernels {
 
+constexpr int64_t kKdaInputsWidthCuda = 128;  // d at most, on CUDA
+
 // Per head: q_hat = q / sqrt(sum q^2 + 1e-6) * d^-1/2,  k_hat = k / sqrt(sum k^2 + 1e-6),  beta = sigmoid(beta_logit).
 // Per channel: log_decay = L sigmoid(exp(a_log) (f + dt_bias)) with the lower bound L < 0; when L is 0 there is no
 // bound: log_decay = -exp(a_log) softplus(f + dt_bias). Always <= 0.

@@ -1,4 +1,5 @@
-// Goal: on CUDA launch() is reference() within tolerance, forward and backward, with a lower bound of the decay and without.
+// Goal: on CUDA launch() is reference() within tolerance, forward and backward, with a lower bound of the decay and without; in
+// place, and a token ignores its neighbours, bit for bit.
 #include "kernels/kda_inputs/kda_inputs.h"
 
 #include "kernels/testing/cuda_test.h"
@@ -21,7 +22,7 @@ TEST_P(KdaInputsCudaTest, EqualsReference) {
   const auto [dtype, tokens, d, lower_bound] = GetParam();
   TensorPool host(1);
   CudaPool device;
-  const int64_t h = 3;
+  const int64_t h = 9;  // more than a block's warps
   const Tensor q = random_as(host, dtype, {tokens, h, d}), k = random_as(host, dtype, {tokens, h, d});
   const Tensor logit = host.random(kF32, {tokens, h, d}, -3.0f, 3.0f), beta_logit = host.random(kF32, {tokens, h}, -3.0f, 3.0f);
   const Tensor a_log = host.random(kF32, {h}), dt_bias = host.random(kF32, {h, d});
@@ -40,6 +41,21 @@ TEST_P(KdaInputsCudaTest, EqualsReference) {
   expect_close(args.k_hat, expected.k_hat);
   expect_close(args.log_decay, expected.log_decay);
   expect_close(args.beta, expected.beta);
+  KdaInputs in_place = args;
+  in_place.q = in_place.q_hat = device.copy(q, dtype);
+  in_place.k = in_place.k_hat = device.copy(k, dtype);
+  in_place.decay_logit = in_place.log_decay = device.copy(logit);
+  for (int64_t t = 0; t < tokens; t += t + 1) {  // pieces of 1, 2, 4, ... tokens
+    KdaInputs piece = in_place;
+    for (const auto member : {&KdaInputs::q, &KdaInputs::k, &KdaInputs::decay_logit, &KdaInputs::beta_logit, &KdaInputs::q_hat,
+                              &KdaInputs::k_hat, &KdaInputs::log_decay, &KdaInputs::beta}) {
+      piece.*member = (in_place.*member).slice(0, t, std::min(2 * t + 1, tokens));
+    }
+    launch(piece, cuda_stream());
+  }
+  testing::expect_same_bits_on_device(in_place.q_hat, args.q_hat);
+  testing::expect_same_bits_on_device(in_place.k_hat, args.k_hat);
+  testing::expect_same_bits_on_device(in_place.log_decay, args.log_decay);
 
   const Tensor dq = random_as(host, dtype, {tokens, h, d}), dk = random_as(host, dtype, {tokens, h, d});
   const Tensor dlog = host.random(kF32, {tokens, h, d}), dbeta = host.random(kF32, {tokens, h});
@@ -64,11 +80,22 @@ TEST_P(KdaInputsCudaTest, EqualsReference) {
   expect_close(backward.dbeta_logit, expected_backward.dbeta_logit);
   expect_close(backward.da_log, expected_backward.da_log);
   expect_close(backward.ddt_bias, expected_backward.ddt_bias);
+  KdaInputsBackward overwritten = backward;
+  overwritten.dq = overwritten.dq_hat = device.copy(dq, dtype);
+  overwritten.dk = overwritten.dk_hat = device.copy(dk, dtype);
+  overwritten.ddecay_logit = overwritten.dlog_decay = device.copy(dlog);
+  overwritten.da_log = device.zeros(kF32, {h});
+  overwritten.ddt_bias = device.zeros(kF32, {h, d});
+  launch(overwritten, cuda_stream());
+  for (const auto member : {&KdaInputsBackward::dq, &KdaInputsBackward::dk, &KdaInputsBackward::ddecay_logit,
+                            &KdaInputsBackward::da_log, &KdaInputsBackward::ddt_bias}) {
+    testing::expect_same_bits_on_device(overwritten.*member, backward.*member);
+  }
   device.expect_fences_intact();
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, KdaInputsCudaTest,
-                         ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(0, 1, 70),
+                         ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(0, 1, 70, 1203),
                                             ::testing::Values(4, 17, 128), ::testing::Values(-5.0f, 0.0f)));
 
 }  // namespace

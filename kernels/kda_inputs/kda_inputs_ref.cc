@@ -37,6 +37,7 @@ absl::Status validate(const KdaInputs& args) {
   const Operands op("kda_inputs");
   RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), d = args.q.size(2);
+  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || d <= kKdaInputsWidthCuda, "q: more than 128 channels on CUDA"));
   RETURN_IF_ERROR(expect_activation(op, "k", args.k, {tokens, heads, d}));
   RETURN_IF_ERROR(expect_tensor(op, "decay_logit", args.decay_logit, DType::kF32, {tokens, heads, d}));
   RETURN_IF_ERROR(expect_tensor(op, "beta_logit", args.beta_logit, DType::kF32, {tokens, heads}));
@@ -53,6 +54,7 @@ absl::Status validate(const KdaInputsBackward& args) {
   const Operands op("kda_inputs_backward");
   RETURN_IF_ERROR(expect_activation(op, "q", args.q, {-1, -1, -1}));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), d = args.q.size(2);
+  RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || d <= kKdaInputsWidthCuda, "q: more than 128 channels on CUDA"));
   const auto values = [&](const char* name, const Tensor& t) {
     return expect_activation(op, name, t, {tokens, heads, d});
   };

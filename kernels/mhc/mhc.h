@@ -27,6 +27,9 @@ struct MhcMix {
   Tensor u;            // out  [T, H] f32, the sublayer's input before its norm
 };
 
+// Of the backward: every iteration's result is kept on the chip.
+constexpr int64_t kMhcIterationsCuda = 200;
+
 // Gradients of u, post and comb back to the streams and to zr (the caller then adds dzr · fn to dx and
 // dzrᵀ · X to dfn). dbase and dscale are summed over ascending tokens.
 struct MhcMixBackward {

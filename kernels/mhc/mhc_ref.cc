@@ -156,6 +156,8 @@ absl::Status validate(const MhcMixBackward& args) {
   RETURN_IF_ERROR(expect_tensor(op, "dcomb", args.dcomb, DType::kF32, {tokens, n, n}));
   RETURN_IF_ERROR(expect_activation(op, "dx", args.dx, {tokens, n, width}));
   RETURN_IF_ERROR(expect_tensor(op, "dzr", args.dzr, DType::kF32, {tokens, (2 + n) * n}));
+  RETURN_IF_ERROR(expect_supported(op, on_host(args.x) || args.iterations <= kMhcIterationsCuda,
+                                   "more than 200 iterations on CUDA"));
   RETURN_IF_ERROR(expect_tensor(op, "dbase", args.dbase, DType::kF32, {(2 + n) * n}));
   return expect_tensor(op, "dscale", args.dscale, DType::kF32, {3});
 }

@@ -1,104 +1,157 @@
-// Sinkhorn iterations of one token by one thread: the matrix stays in its registers.
+// Sinkhorn iterations of a token by lanes of one warp, an element each: what counts is the chain of 2 iterations - 1
+// normalisations, each as long as a sum of N and a division.
 #pragma once
 
 #include "kernels/cuda/device.cuh"
 
 namespace slipstream::kernels {
 
+// An N x N matrix in a group of lanes: lane l holds elements l and, where they are more than a warp's lanes, l + 32, row by row.
+// Lanes that are left repeat the first elements. All lanes of the warp call every function.
 template <int N>
-struct Matrix {
-  float at[N][N];
+struct LaneMatrix {
+  static constexpr int kGroup = N * N <= 16 ? 16 : 32, kHeld = (N * N + kGroup - 1) / kGroup;
+  float at[kHeld];
+
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % kGroup; }
+  static __device__ int element(int held) { return (lane() + held * kGroup) % (N * N); }
+  // Whether this lane answers for what it holds.
+  static __device__ bool owns(int held) { return lane() + held * kGroup < N * N; }
+  // Any element's value.
+  __device__ float get(int e) const {
+    float value = __shfl_sync(0xffffffffu, at[0], e % kGroup, kGroup);
+    if constexpr (kHeld == 2) {
+      const float second = __shfl_sync(0xffffffffu, at[1], e % kGroup, kGroup);
+      value = e < kGroup ? value : second;
+    }
+    return value;
+  }
 };
 
-// What the backward needs of the iterations: the softmax, then of each of the 2 iterations - 1 normalisations
-// (columns, rows, columns, ...) its result and the N factors it multiplied with. Element e of thread t is at
-// e * stride + t.
-struct SinkhornTape {
-  float* data;
-  int64_t stride;
-  __device__ float& at(int64_t element) const { return data[element * stride]; }
-};
-__host__ __device__ constexpr int64_t sinkhorn_tape_size(int64_t n, int64_t iterations) {
-  return n * n + (2 * iterations - 1) * (n * n + n);
+// Element j of the row (column) that element e is in.
+template <int N, bool kRows>
+__device__ int mate(int e, int j) {
+  return kRows ? e / N * N + j : j * N + e % N;
 }
+
+// What the backward needs of the iterations: the softmax, then of each normalisation (columns, rows, columns, ...) its result
+// and the factors it multiplied with; in shared memory, a warp's own.
+template <int N>
+struct SinkhornTape {
+  using Lanes = LaneMatrix<N>;
+  static constexpr int kStep = 2 * Lanes::kHeld * kWarp;  // values a normalisation
+  float* data;
+  static __host__ __device__ constexpr int size(int iterations) { return 2 * iterations * kStep; }
+  __device__ float& factor(int step, int held) const {
+    return data[step * kStep + (Lanes::kHeld + held) * kWarp + threadIdx.x % kWarp];
+  }
+  // Of this lane's group.
+  __device__ float& result(int step, int e) const {
+    const int first = static_cast<int>(threadIdx.x) % kWarp / Lanes::kGroup * Lanes::kGroup;
+    return data[step * kStep + e / Lanes::kGroup * kWarp + first + e % Lanes::kGroup];
+  }
+  __device__ void keep(int step, const Lanes& m) const {
+#pragma unroll
+    for (int held = 0; held < Lanes::kHeld; ++held) {
+      if (Lanes::owns(held)) result(step, Lanes::element(held)) = m.at[held];
+    }
+  }
+};
 
 // Each row (column) times 1 / (its sum + eps).
-template <int N, bool kRows>
-__device__ void normalize(float eps, Matrix<N>& m, const SinkhornTape& tape, int64_t at) {
+template <int N, bool kRows, bool kTaped>
+__device__ __forceinline__ void normalize(float eps, LaneMatrix<N>& m, const SinkhornTape<N>& tape, int step) {
+  using Lanes = LaneMatrix<N>;
+  float factors[Lanes::kHeld];
 #pragma unroll
-  for (int a = 0; a < N; ++a) {
-    float sum = kRows ? m.at[a][0] : m.at[0][a];
+  for (int held = 0; held < Lanes::kHeld; ++held) {
+    const int e = Lanes::element(held);
+    float sum = m.get(mate<N, kRows>(e, 0));
 #pragma unroll
-    for (int b = 1; b < N; ++b) sum += kRows ? m.at[a][b] : m.at[b][a];
-    const float factor = 1.0f / (sum + eps);
-#pragma unroll
-    for (int b = 0; b < N; ++b) {
-      float& value = kRows ? m.at[a][b] : m.at[b][a];
-      value *= factor;
-      if (tape.data != nullptr) tape.at(at + (kRows ? a * N + b : b * N + a)) = value;
-    }
-    if (tape.data != nullptr) tape.at(at + N * N + a) = factor;
+    for (int j = 1; j < N; ++j) sum += m.get(mate<N, kRows>(e, j));
+    factors[held] = 1.0f / (sum + eps);
   }
+#pragma unroll
+  for (int held = 0; held < Lanes::kHeld; ++held) {
+    m.at[held] *= factors[held];
+    if constexpr (kTaped) tape.factor(step, held) = factors[held];
+  }
+  if constexpr (kTaped) tape.keep(step, m);
 }
 
-// d becomes the gradient of the input: (d - (d · result)) * factor, along each row (column).
-template <int N, bool kRows>
-__device__ void normalize_backward(const SinkhornTape& tape, int64_t at, Matrix<N>& d) {
+// m: logits in, the iterated matrix out. The tape's data is null unless kTaped.
+template <int N, bool kTaped>
+__device__ __forceinline__ void sinkhorn(int iterations, float eps, LaneMatrix<N>& m, const SinkhornTape<N>& tape) {
+  using Lanes = LaneMatrix<N>;
+  float largest[Lanes::kHeld];
 #pragma unroll
-  for (int a = 0; a < N; ++a) {
-    float dot = 0.0f;
+  for (int held = 0; held < Lanes::kHeld; ++held) {
+    const int e = Lanes::element(held);
+    largest[held] = m.get(mate<N, true>(e, 0));
 #pragma unroll
-    for (int b = 0; b < N; ++b) {
-      dot = fmaf(kRows ? d.at[a][b] : d.at[b][a], tape.at(at + (kRows ? a * N + b : b * N + a)), dot);
-    }
-    const float factor = tape.at(at + N * N + a);
-#pragma unroll
-    for (int b = 0; b < N; ++b) {
-      float& value = kRows ? d.at[a][b] : d.at[b][a];
-      value = (value - dot) * factor;
-    }
+    for (int j = 1; j < N; ++j) largest[held] = fmaxf(largest[held], m.get(mate<N, true>(e, j)));
   }
-}
-
-// m: logits in, the iterated matrix out. tape.data: null, or room for sinkhorn_tape_size values a thread.
-template <int N>
-__device__ void sinkhorn(int iterations, float eps, Matrix<N>& m, const SinkhornTape& tape) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float largest = m.at[i][0], sum = 0.0f;
+  for (int held = 0; held < Lanes::kHeld; ++held) m.at[held] = expf(m.at[held] - largest[held]);
+  float sums[Lanes::kHeld];
 #pragma unroll
-    for (int j = 1; j < N; ++j) largest = fmaxf(largest, m.at[i][j]);
+  for (int held = 0; held < Lanes::kHeld; ++held) {
+    const int e = Lanes::element(held);
+    sums[held] = m.get(mate<N, true>(e, 0));
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum += m.at[i][j] = expf(m.at[i][j] - largest);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      m.at[i][j] /= sum;
-      if (tape.data != nullptr) tape.at(i * N + j) = m.at[i][j];
-      m.at[i][j] += eps;
-    }
+    for (int j = 1; j < N; ++j) sums[held] += m.get(mate<N, true>(e, j));
   }
-  normalize<N, false>(eps, m, tape, N * N);
+#pragma unroll
+  for (int held = 0; held < Lanes::kHeld; ++held) m.at[held] /= sums[held];
+  if constexpr (kTaped) tape.keep(0, m);
+#pragma unroll
+  for (int held = 0; held < Lanes::kHeld; ++held) m.at[held] += eps;
+  normalize<N, false, kTaped>(eps, m, tape, 1);
   for (int i = 1; i < iterations; ++i) {
-    normalize<N, true>(eps, m, tape, N * N + (2 * i - 1) * (N * N + N));
-    normalize<N, false>(eps, m, tape, N * N + 2 * i * (N * N + N));
+    normalize<N, true, kTaped>(eps, m, tape, 2 * i);
+    normalize<N, false, kTaped>(eps, m, tape, 2 * i + 1);
   }
+}
+
+// The sum over the row (column) of d times the result of the step, ascending.
+template <int N, bool kRows>
+__device__ __forceinline__ float along(const LaneMatrix<N>& d, const SinkhornTape<N>& tape, int step, int e) {
+  float dot = 0.0f;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const int other = mate<N, kRows>(e, j);
+    dot = fmaf(d.get(other), tape.result(step, other), dot);
+  }
+  return dot;
+}
+
+// d becomes the gradient of the step's input: (d - (d · result)) * factor, along each row (column).
+template <int N, bool kRows>
+__device__ __forceinline__ void normalize_backward(const SinkhornTape<N>& tape, int step, LaneMatrix<N>& d) {
+  using Lanes = LaneMatrix<N>;
+  float dots[Lanes::kHeld];
+#pragma unroll
+  for (int held = 0; held < Lanes::kHeld; ++held) dots[held] = along<N, kRows>(d, tape, step, Lanes::element(held));
+#pragma unroll
+  for (int held = 0; held < Lanes::kHeld; ++held) d.at[held] = (d.at[held] - dots[held]) * tape.factor(step, held);
 }
 
 // d: the gradient of sinkhorn()'s result in, of its logits out.
 template <int N>
-__device__ void sinkhorn_backward(int iterations, const SinkhornTape& tape, Matrix<N>& d) {
+__device__ __forceinline__ void sinkhorn_backward(int iterations, const SinkhornTape<N>& tape, LaneMatrix<N>& d) {
+  using Lanes = LaneMatrix<N>;
+  __syncwarp();  // other lanes' results are read
   for (int i = iterations - 1; i >= 1; --i) {
-    normalize_backward<N, false>(tape, N * N + 2 * i * (N * N + N), d);
-    normalize_backward<N, true>(tape, N * N + (2 * i - 1) * (N * N + N), d);
+    normalize_backward<N, false>(tape, 2 * i + 1, d);
+    normalize_backward<N, true>(tape, 2 * i, d);
   }
-  normalize_backward<N, false>(tape, N * N, d);
+  normalize_backward<N, false>(tape, 1, d);
+  float dots[Lanes::kHeld];
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float dot = 0.0f;
+  for (int held = 0; held < Lanes::kHeld; ++held) dots[held] = along<N, true>(d, tape, 0, Lanes::element(held));
 #pragma unroll
-    for (int j = 0; j < N; ++j) dot = fmaf(d.at[i][j], tape.at(i * N + j), dot);
-#pragma unroll
-    for (int j = 0; j < N; ++j) d.at[i][j] = (d.at[i][j] - dot) * tape.at(i * N + j);
+  for (int held = 0; held < Lanes::kHeld; ++held) {
+    d.at[held] = (d.at[held] - dots[held]) * tape.result(0, Lanes::element(held));
   }
 }
 

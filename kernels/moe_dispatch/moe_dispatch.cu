@@ -1,6 +1,6 @@
 #include "kernels/moe_dispatch/moe_dispatch.h"
 
-#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/row_values.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
@@ -36,11 +36,18 @@ __global__ void place_experts(int32_t* counts, int64_t pieces, int64_t num_exper
     const int64_t e = base + threadIdx.x;
     int32_t total = 0;
     if (e < num_experts) {
-      for (int64_t piece = 0; piece < pieces; ++piece) {
-        int32_t& count = counts[piece * num_experts + e];
-        const int32_t before = total;
-        total += count;
-        count = before;
+      constexpr int kTogether = 16;  // read before any is written
+      for (int64_t base = 0; base < pieces; base += kTogether) {
+        const int many = static_cast<int>(min(int64_t{kTogether}, pieces - base));
+        int32_t* const at = counts + base * num_experts + e;
+        int32_t count[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) count[i] = i < many ? at[i * num_experts] : 0;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          if (i < many) at[i * num_experts] = total;
+          total += count[i];
+        }
       }
     }
     totals[threadIdx.x] = total;
@@ -76,30 +83,46 @@ __global__ void place_entries(Rows<const int32_t> experts, int64_t entries, int6
 
 // --- Rows to experts and back -----------------------------------------------------------------------------------------
 
+constexpr int kGatherRuns = 2;
+
 template <class X>
-__global__ void gather_rows(Rows<const X> x, const int32_t* row_token, Rows<X> rows, int64_t width, bool whole) {
+__global__ void __launch_bounds__(kPartThreads) gather_rows(Rows<const X> x, const int32_t* row_token, Rows<X> rows, int width,
+                                                            bool whole) {
   const int64_t row = blockIdx.x;
   const int32_t token = row_token[row];
-  for_fours(width, [&](int64_t i, int64_t count) {
-    const float4 run = token < 0 ? float4{} : load_run(x[token] + i, count, whole);
-    store_run(rows[row] + i, run, count, whole);
+  Four<X> run[kGatherRuns];
+  for_part<kGatherRuns>(width, [&](int r, int i) {
+    run[r] = token < 0 ? Four<X>(float4{0.0f, 0.0f, 0.0f, 0.0f}) : load_four(x[token] + i, width - i, whole);
   });
+  for_part<kGatherRuns>(width, [&](int r, int i) { store_run(rows[row] + i, run[r].values(), width - i, whole); });
 }
 
-// y[t] += sum over slots, ascending, of weight * rows[slot_row[t, slot]]; without weights they are 1.
+// y[t] += sum over slots, ascending, of weight * rows[slot_row[t, slot]]; without weights they are 1. Eight slots are read
+// together.
 template <class X>
-__global__ void combine_rows(Rows<const X> rows, Rows<const float> weights, Rows<const int32_t> slot_row, Rows<X> y,
-                             int64_t slots, int64_t width, bool whole) {
+__global__ void __launch_bounds__(kPartThreads) combine_rows(Rows<const X> rows, Rows<const float> weights,
+                                                             Rows<const int32_t> slot_row, Rows<X> y, int slots, int width,
+                                                             bool whole) {
+  constexpr int kTogether = 8;
   const int64_t t = blockIdx.x;
-  for_fours(width, [&](int64_t i, int64_t count) {
+  for_part<1>(width, [&](int, int i) {
+    const float4 before = load_run(y[t] + i, width - i, whole);
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const float w = weights.data == nullptr ? 1.0f : weights[t][slot];
-      const float4 v = load_run(rows[slot_row[t][slot]] + i, count, whole);
-      sum = {fmaf(w, v.x, sum.x), fmaf(w, v.y, sum.y), fmaf(w, v.z, sum.z), fmaf(w, v.w, sum.w)};
+    for (int base = 0; base < slots; base += kTogether) {
+      Four<X> run[kTogether];
+      float weight[kTogether];
+#pragma unroll
+      for (int s = 0; s < kTogether; ++s) {
+        if (base + s >= slots) continue;
+        run[s] = load_four(rows[slot_row[t][base + s]] + i, width - i, whole);
+        weight[s] = weights.data == nullptr ? 1.0f : weights[t][base + s];
+      }
+#pragma unroll
+      for (int s = 0; s < kTogether; ++s) {
+        if (base + s < slots) sum = add_scaled(weight[s], run[s].values(), sum);
+      }
     }
-    const float4 before = load_run(y[t] + i, count, whole);
-    store_run(y[t] + i, {before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w}, count, whole);
+    store_run(y[t] + i, {before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w}, width - i, whole);
   });
 }
 
@@ -109,13 +132,15 @@ __global__ void combine_backward(Rows<const X> rows, Rows<const float> weights, 
                                  Rows<const X> dys, Rows<X> drows, Rows<float> dweights, int64_t slots, int64_t width,
                                  bool whole) {
   const int64_t t = blockIdx.x / slots, slot = blockIdx.x % slots, row = slot_row[t][slot];
-  const X* const dy = dys[t];
+  constexpr int kRuns = 4;
+  const RowShare share = block_share(width, whole);
+  const HeldRow<X, kRuns> dy(dys[t], share), from(rows[row], share);
   const float w = weights[t][slot];
   float dot = 0.0f;
-  for_fours(width, [&](int64_t i, int64_t count) {
-    const float4 d = load_run(dy + i, count, whole), v = load_run(rows[row] + i, count, whole);
-    dot = fmaf(d.w, v.w, fmaf(d.z, v.z, fmaf(d.y, v.y, fmaf(d.x, v.x, dot))));
-    store_run(drows[row] + i, {w * d.x, w * d.y, w * d.z, w * d.w}, count, whole);
+  for_runs<kRuns>(share, [&](int r, int column) {
+    const float4 d = dy.at(r, column, share);
+    dot = add_products(d, from.at(r, column, share), dot);
+    store_run(drows[row] + column, {w * d.x, w * d.y, w * d.z, w * d.w}, width - column, whole);
   });
   dot = block_sum(dot);
   if (threadIdx.x == 0) dweights[t][slot] = dot;
@@ -144,12 +169,12 @@ void launch_cuda<MoePlan>(const MoePlan& args, Stream& stream) {
 template <>
 void launch_cuda<MoeGather>(const MoeGather& args, Stream& stream) {
   const int64_t rows = args.rows.size(0), width = args.x.size(1);
-  if (rows == 0) return;
+  if (rows * width == 0) return;
   const bool whole = fours(args.x) && fours(args.rows);
   with_type(args.x.dtype(), [&](auto x) {
     using X = decltype(x);
-    gather_rows<X><<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
-        rows_of<const X>(args.x), args.row_token.i32(), rows_of<X>(args.rows), width, whole);
+    gather_rows<X><<<part_grid<kGatherRuns>(rows, width), kPartThreads, 0, cuda_stream(stream)>>>(
+        rows_of<const X>(args.x), args.row_token.i32(), rows_of<X>(args.rows), static_cast<int>(width), whole);
   });
   check_launch("moe_gather");
 }
@@ -158,13 +183,13 @@ namespace {
 
 void combine(const Tensor& rows, const Tensor& weights, const Tensor& slot_row, const Tensor& y, Stream& stream) {
   const int64_t tokens = y.size(0), width = y.size(1);
-  if (tokens == 0) return;
+  if (tokens * width == 0) return;
   const bool whole = fours(rows) && fours(y);
   with_type(y.dtype(), [&](auto x) {
     using X = decltype(x);
-    combine_rows<X><<<static_cast<unsigned>(tokens), row_threads(width), 0, cuda_stream(stream)>>>(
+    combine_rows<X><<<part_grid<1>(tokens, width), kPartThreads, 0, cuda_stream(stream)>>>(
         rows_of<const X>(rows), rows_of<const float>(weights), rows_of<const int32_t>(slot_row), rows_of<X>(y),
-        slot_row.size(1), width, whole);
+        static_cast<int>(slot_row.size(1)), static_cast<int>(width), whole);
   });
   check_launch("moe_combine");
 }

@@ -87,7 +87,8 @@ TEST_P(MoeDispatchCudaTest, EqualsReference) {
 INSTANTIATE_TEST_SUITE_P(Shapes, MoeDispatchCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16),
                                             ::testing::Values(Case{0, 2, 4, 8}, Case{1, 1, 1, 3}, Case{7, 3, 5, 33},
-                                                              Case{300, 8, 288, 64}, Case{40, 8, 1500, 4096})));
+                                                              Case{5, 11, 20, 2100}, Case{300, 8, 288, 64},
+                                                              Case{40, 8, 1500, 4096})));
 
 }  // namespace
 }  // namespace slipstream::kernels

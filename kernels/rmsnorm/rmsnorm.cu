@@ -1,28 +1,27 @@
 #include "kernels/rmsnorm/rmsnorm.h"
 
 #include "kernels/cuda/column_sums.cuh"
-#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/row_values.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
 namespace {
 
 // One block a row.
-template <class X>
-__global__ void rmsnorm(Rows<const X> xs, const float* w, Rows<X> ys, float* inv_rms, int64_t width, float eps, bool whole) {
+template <class X, int kRuns>
+__global__ void __launch_bounds__(256) rmsnorm(Rows<const X> xs, const float* w, Rows<X> ys, float* inv_rms, int width, float eps,
+                                               bool whole) {
   const int64_t row = blockIdx.x;
-  const X* const x = xs[row];
-  X* const y = ys[row];
+  const RowShare share = block_share(width, whole);
+  const HeldRow<X, kRuns> x(xs[row], share);
   float squares = 0.0f;
-  for_fours(width, [&](int64_t i, int64_t count) {
-    const float4 v = load_run(x + i, count, whole);
-    squares = fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, squares))));
-  });
+  for_runs<kRuns>(share, [&](int r, int column) { squares = add_squares(x.at(r, column, share), squares); });
   const float inv = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(width) + eps);
-  for_fours(width, [&](int64_t i, int64_t count) {
-    const float4 v = load_run(x + i, count, whole);
-    const float4 g = w == nullptr ? float4{1.0f, 1.0f, 1.0f, 1.0f} : load_run(w + i, count, whole);
-    store_run(y + i, {g.x * (v.x * inv), g.y * (v.y * inv), g.z * (v.z * inv), g.w * (v.w * inv)}, count, whole);
+  for_runs<kRuns>(share, [&](int r, int column) {
+    const float4 v = x.at(r, column, share);
+    const float4 g = w == nullptr ? float4{1.0f, 1.0f, 1.0f, 1.0f} : load_run(w + column, width - column, whole);
+    store_run(ys[row] + column, {g.x * (v.x * inv), g.y * (v.y * inv), g.z * (v.z * inv), g.w * (v.w * inv)}, width - column,
+              whole);
   });
   if (inv_rms != nullptr && threadIdx.x == 0) inv_rms[row] = inv;
 }
@@ -51,25 +50,6 @@ __global__ void rmsnorm_backward(Rows<const X> xs, const float* w, const float* 
     store_run(dxs[row] + i, {slope(v.x, s.x), slope(v.y, s.y), slope(v.z, s.z), slope(v.w, s.w)}, count, whole);
   });
 }
-
-// Four values as they are stored, to hold a row in few registers.
-template <class X>
-struct Four {
-  float4 kept;
-  Four() = default;
-  __device__ explicit Four(const X* p) : kept(load4(p)) {}
-  __device__ float4 values() const { return kept; }
-};
-template <>
-struct Four<bf16> {
-  uint2 bits;
-  Four() = default;
-  __device__ explicit Four(const bf16* p) : bits(*reinterpret_cast<const uint2*>(p)) {}
-  __device__ float4 values() const {
-    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u), __uint_as_float(bits.y << 16),
-            __uint_as_float(bits.y & 0xffff0000u)};
-  }
-};
 
 // The same row by row, with the same bits, for wide rows and w's gradient: a block takes consecutive rows and keeps its
 // columns' sums of dy n in registers, so that x and dy are read once. The next row is on its way while one is reduced.
@@ -126,21 +106,6 @@ __global__ void __launch_bounds__(kManyThreads, row_blocks(kFours))
   for_runs([&](int i, int64_t column) { store4(partial + blockIdx.x * width + column, sums[i]); });
 }
 
-// dw += the pieces' sums: eight lanes of pieces, each ascending, then together.
-__global__ void add_pieces(const float* partial, int64_t pieces, int64_t width, float* dw) {
-  __shared__ float lanes[kColumnSumLanes][kWarp];
-  const int64_t column = int64_t{blockIdx.x} * kWarp + threadIdx.x;
-  float sum = 0.0f;
-  if (column < width) {
-    for (int64_t piece = threadIdx.y; piece < pieces; piece += kColumnSumLanes) sum += partial[piece * width + column];
-  }
-  lanes[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= width) return;
-  for (int lane = 1; lane < kColumnSumLanes; ++lane) sum += lanes[lane][threadIdx.x];
-  dw[column] += sum;
-}
-
 template <class X, int kFours>
 void backward_rows(const RmsNormBackward& args, Stream& stream) {
   const int64_t rows = args.x.size(0), width = args.x.size(1);
@@ -150,8 +115,7 @@ void backward_rows(const RmsNormBackward& args, Stream& stream) {
   rmsnorm_backward_rows<X, kFours><<<static_cast<unsigned>(pieces), kManyThreads, 0, cuda_stream(stream)>>>(
       rows_of<const X>(args.x), args.w.f32(), args.inv_rms.f32(), rows_of<const X>(args.dy), rows_of<X>(args.dx), rows,
       width, piece, partial);
-  add_pieces<<<static_cast<unsigned>(divide_up(width, kWarp)), dim3(kWarp, kColumnSumLanes), 0, cuda_stream(stream)>>>(
-      partial, pieces, width, args.dw.f32());
+  add_pieces(partial, pieces, width, args.dw.f32(), stream);
   check_launch("rmsnorm_backward");
 }
 
@@ -184,9 +148,14 @@ void launch_cuda<RmsNorm>(const RmsNorm& args, Stream& stream) {
   const bool whole = fours(args.x) && fours(args.w) && fours(args.y);
   with_type(args.x.dtype(), [&](auto x) {
     using X = decltype(x);
-    rmsnorm<X><<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
-        rows_of<const X>(args.x), data_of<float>(args.w), rows_of<X>(args.y), data_of<float>(args.inv_rms), width,
-        args.eps, whole);
+    const auto enqueue = [&](auto kernel) {
+      kernel<<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
+          rows_of<const X>(args.x), data_of<float>(args.w), rows_of<X>(args.y), data_of<float>(args.inv_rms),
+          static_cast<int>(width), args.eps, whole);
+    };
+    // What is held beyond the row would cost registers alone.
+    const int64_t runs = divide_up(width, 4 * row_threads(width));
+    runs <= 1 ? enqueue(rmsnorm<X, 1>) : runs <= 4 ? enqueue(rmsnorm<X, 4>) : enqueue(rmsnorm<X, 6>);
   });
   check_launch("rmsnorm");
 }

@@ -1,5 +1,5 @@
-// rmsnorm_cuda_bench: bytes read once and written once over 4.3 TB/s, the rate of a copy, are the floor.
-#include <cstdio>
+// RMSNorm in bf16.
+#include <string>
 
 #include "kernels/rmsnorm/rmsnorm.h"
 #include "kernels/testing/cuda_bench.h"
@@ -7,29 +7,27 @@
 namespace slipstream::kernels {
 namespace {
 
-void report(const char* name, int64_t rows, int64_t width, int64_t bytes, double ms) {
-  const double floor = static_cast<double>(bytes) / 4.3e9;
-  std::printf("%-34s %6lld x %5lld  %7.4f ms  floor %7.4f ms  %3.0f %% of it\n", name, static_cast<long long>(rows),
-              static_cast<long long>(width), ms, floor, 100.0 * floor / ms);
-}
-
 void run(testing::CudaBench& bench, int64_t rows, int64_t width) {
   const ArenaScope scope(bench.arena());
   const Tensor x = bench.random(DType::kBf16, {rows, width}), dy = bench.random(DType::kBf16, {rows, width});
   const Tensor w = bench.random(DType::kF32, {width}), inv_rms = bench.random(DType::kF32, {rows}, 0.5f, 2.0f);
   const Tensor y = bench.arena().alloc(DType::kBf16, {rows, width}), dw = bench.random(DType::kF32, {width});
-  report("forward", rows, width, 2 * x.bytes(), bench.milliseconds([&](int) {
+  const std::string wide = std::to_string(width);
+  bench.memory_row("forward, width " + wide, rows, 2 * x.bytes(), [&](int) {
     launch(RmsNorm{.x = x, .w = w, .y = y, .inv_rms = inv_rms, .eps = 1e-5f}, bench.stream());
-  }));
-  report("backward, w frozen", rows, width, 3 * x.bytes(), bench.milliseconds([&](int) {
+  });
+  if (rows <= 128) return;  // decode
+  bench.memory_row("backward, w frozen, width " + wide, rows, 3 * x.bytes(), [&](int) {
     launch(RmsNormBackward{.x = x, .w = w, .inv_rms = inv_rms, .dy = dy, .dx = y, .dw = {}}, bench.stream());
-  }));
-  report("backward", rows, width, 3 * x.bytes(), bench.milliseconds([&](int) {
+  });
+  bench.memory_row("backward, width " + wide, rows, 3 * x.bytes(), [&](int) {
     launch(RmsNormBackward{.x = x, .w = w, .inv_rms = inv_rms, .dy = dy, .dx = y, .dw = dw}, bench.stream());
-  }));
+  });
 }
 
 CUDA_BENCH(rmsnorm) {
+  for (const int64_t rows : {1, 128}) run(bench, rows, 4096);
+  run(bench, 8192, 4096);
   run(bench, 16384, 6144);
   run(bench, 4096, 6144);
   run(bench, 16384, 2048);

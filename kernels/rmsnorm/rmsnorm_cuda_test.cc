@@ -48,7 +48,7 @@ TEST_P(RmsNormCudaTest, EqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormCudaTest,
                          ::testing::Combine(::testing::Values(DType::kF32, DType::kBf16), ::testing::Values(0, 1, 3, 65),
-                                            ::testing::Values(8, 16, 127, 4096, 6144), ::testing::Bool()));
+                                            ::testing::Values(8, 16, 127, 1030, 4096, 6144, 8200), ::testing::Bool()));
 
 TEST_F(RmsNormCudaTest, RowIgnoresItsNeighbours) {
   TensorPool host(2);

@@ -43,7 +43,7 @@ TEST_P(RopeCudaTest, EqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, RopeCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(0, 1, 37),
-                                            ::testing::Values(2, 6, 64),
+                                            ::testing::Values(2, 6, 12, 64),
                                             ::testing::Values(RopeLayout::kInterleaved, RopeLayout::kHalfSplit),
                                             ::testing::Bool()));
 

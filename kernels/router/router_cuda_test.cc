@@ -49,6 +49,9 @@ TEST_P(RouterCudaTest, EqualsReference) {
   launch(args, cuda_stream());
   expect_close(args.weights, expected.weights);
 
+  // Slots that repeat an expert, as a replay may.
+  for (int64_t t = 0; t < c.tokens; ++t) expected.experts.i32()[t * c.slots + c.slots - 1] = expected.experts.i32()[t * c.slots];
+  args.experts = device.copy(expected.experts);
   const Tensor dweights = host.random(kF32, {c.tokens, c.slots});
   const RouterBackward backward{.logits = args.logits, .experts = args.experts, .dweights = device.copy(dweights),
                                 .dlogits = device.output(kF32, {c.tokens, c.experts}), .normalize = c.normalize,
@@ -65,7 +68,8 @@ TEST_P(RouterCudaTest, EqualsReference) {
 INSTANTIATE_TEST_SUITE_P(Shapes, RouterCudaTest,
                          ::testing::Values(Case{0, 8, 2, 1, 1, true}, Case{1, 6, 2, 1, 1, true},
                                            Case{37, 12, 3, 4, 2, true}, Case{65, 288, 8, 1, 1, true},
-                                           Case{5, 256, 8, 8, 4, false}));
+                                           Case{5, 256, 8, 8, 4, false}, Case{6, 100, 40, 1, 1, true},
+                                           Case{9, 20, 3, 1, 1, false}));
 
 }  // namespace
 }  // namespace slipstream::kernels

@@ -49,7 +49,7 @@ TEST_P(SwiGluCudaTest, EqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, SwiGluCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(0, 1, 65),
-                                            ::testing::Values(1, 30, 2048),
+                                            ::testing::Values(1, 30, 2048, 4101),
                                             ::testing::Values(1.5f, std::numeric_limits<float>::infinity())));
 
 }  // namespace

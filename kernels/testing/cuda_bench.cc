@@ -11,6 +11,7 @@
 #include "common/check.h"
 #include "common/hash.h"
 #include "kernels/bf16.h"
+#include "kernels/graph.h"
 
 namespace slipstream::kernels::testing {
 namespace {
@@ -72,6 +73,23 @@ double CudaBench::milliseconds(absl::FunctionRef<void(int)> run, int launches) {
   for (int i = 0; i < launches; ++i) run(kFirst + i);
   stream_->synchronize();
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / launches;
+}
+
+double CudaBench::recorded_milliseconds(absl::FunctionRef<void(int)> run) {
+  constexpr int kRecorded = 50;
+  run(0);  // before recording: see Graph
+  const Graph graph = Graph::record(*stream_, [&] {
+    for (int i = 0; i < kRecorded; ++i) run(i);
+  });
+  return milliseconds([&](int) { graph.replay(*stream_); }) / kRecorded;
+}
+
+void CudaBench::memory_row(const std::string& name, int64_t tokens, int64_t bytes, absl::FunctionRef<void(int)> run) {
+  constexpr int64_t kFewTokens = 256;
+  const double ms = tokens <= kFewTokens ? recorded_milliseconds(run) : milliseconds(run);
+  const double floor = static_cast<double>(bytes) / 4.3e9;
+  std::printf("%-34s %6lld  %8.4f ms  floor %8.4f ms  %3.0f %%\n", name.c_str(), static_cast<long long>(tokens), ms, floor,
+              100.0 * floor / ms);
 }
 
 }  // namespace slipstream::kernels::testing

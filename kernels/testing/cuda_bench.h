@@ -5,6 +5,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <string>
 
 #include "absl/functional/function_ref.h"
 #include "kernels/arena.h"
@@ -29,6 +30,13 @@ class CudaBench {
   // Milliseconds a launch of run(i), the mean of `launches` after three to warm up; i counts up, so that run may take
   // one of several copies of what would otherwise stay in the L2.
   double milliseconds(absl::FunctionRef<void(int)> run, int launches = 20);
+  // The same in a recorded graph, as a decode step has it: launches follow each other on the device. run must neither upload
+  // nor wait.
+  double recorded_milliseconds(absl::FunctionRef<void(int)> run);
+
+  // One row of a table for an operator that is bound by memory: its time, and the floor's share of it: `bytes`, each read or
+  // written once, at the 4.3 TB/s of a copy. Few tokens are measured recorded.
+  void memory_row(const std::string& name, int64_t tokens, int64_t bytes, absl::FunctionRef<void(int)> run);
 
  private:
   std::unique_ptr<Stream> stream_;
