@@ -57,7 +57,8 @@ absl::StatusOr<Generation> generate_tokens(const Flags& flags, const std::vector
   const int64_t max_tokens = std::min(flags.max_tokens, config.max_positions - prompt_tokens + 1);
   ASSIGN_OR_RETURN(const std::unique_ptr<model::Cache> cache,
                    model::Cache::create(config, {.tokens = prompt_tokens + max_tokens, .sequences = 1,
-                                                 .dtype = runtime.loaded.store.dtype()},
+                                                 .dtype = runtime.loaded.store.dtype(),
+                                                 .fp8_latents = flags.runtime.fp8_latents},
                                         runtime.stream.get()));
   ASSIGN_OR_RETURN(const int64_t sequence, cache->open());
   std::optional<model::WeightPanels> panels;
@@ -137,6 +138,7 @@ Run add_generate(CLI::App& app) {
   app.add_flag("!--no-weight-panels", flags->weight_panels, "Keep one copy of the weights: less memory, slower");
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
   app.add_flag("--fp8-weights", flags->runtime.fp8_weights, "Linear layers in fp8, as rollout.fp8_weights");
+  app.add_flag("--fp8-latents", flags->runtime.fp8_latents, "Cached latent rows in fp8, as rollout.fp8_latents");
   app.add_option("--device", flags->runtime.device, "cpu, cuda or cuda:N");
   app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [...]}");

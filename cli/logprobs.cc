@@ -26,7 +26,8 @@ absl::Status logprobs(const Flags& flags) {
                    model::prepare_batch(runtime.model->config(), batch, nullptr, runtime.arena, *runtime.stream));
   model::Step step = runtime.step(prepared);
   const model::ModelWeights& weights = runtime.loaded.store.tensors();
-  const kernels::Tensor hidden = runtime.model->forward(weights, step, nullptr);
+  const kernels::Tensor hidden =
+      runtime.model->forward(weights, step, nullptr, {.fp8_latents = flags.runtime.fp8_latents});
   std::vector<int32_t> targets(ids.begin() + (ids.empty() ? 0 : 1), ids.end());
   targets.resize(ids.size(), -1);
   const std::vector<float> values = model::host_values<float>(
@@ -65,6 +66,7 @@ Run add_logprobs(CLI::App& app) {
   app.add_option("--ids", flags->ids, "Token ids, such as 5,9,17")->required();
   app.add_option("--dtype", flags->runtime.dtype, "fp32 or bf16");
   app.add_flag("--fp8-weights", flags->runtime.fp8_weights, "Linear layers in fp8, as rollout.fp8_weights");
+  app.add_flag("--fp8-latents", flags->runtime.fp8_latents, "Cached latent rows in fp8, as rollout.fp8_latents");
   app.add_option("--device", flags->runtime.device, "cpu, cuda or cuda:N");
   app.add_option("--threads", flags->runtime.threads, "CPU threads")->check(thread_count());
   app.add_flag("--json", flags->json, "One JSON object: {\"ids\": [...], \"logprobs\": [null, ...]}");

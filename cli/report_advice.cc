@@ -71,8 +71,8 @@ void advise_on_exactness(const RunData& run, std::vector<Advice>* out) {
          absl::StrCat("Learner and rollout disagree about log-probs of tokens sampled by the very same "
                       "weights, by up to ",
                       short_number(largest),
-                      ". This should be exactly 0, but for rollout.fp8_weights, where importance ratios make up for "
-                      "it: do both run the same model, dtype and version?")});
+                      ". This should be exactly 0, but for rollout.fp8_weights and fp8_latents, where importance ratios "
+                      "make up for it: do both run the same model, dtype and version?")});
   } else if (largest == 0) {
     out->push_back(
         {Advice::kGood,

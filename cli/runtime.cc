@@ -22,6 +22,9 @@ absl::StatusOr<Runtime> Runtime::open(const RuntimeFlags& flags) {
                                                                                           ? std::optional(device->kind)
                                                                                           : std::nullopt}));
   ASSIGN_OR_RETURN(std::unique_ptr<model::Model> model, model::Model::create(loaded.config));
+  if (flags.fp8_latents && !loaded.config.mla) {
+    return absl::InvalidArgumentError(absl::StrCat("--fp8-latents: expected a model with latent attention, ", flags.model, " has none"));
+  }
   if (on_cuda || flags.fp8_weights) {
     ASSIGN_OR_RETURN(loaded.store, loaded.store.copy_to(loaded.config, *stream, flags.fp8_weights));
   }

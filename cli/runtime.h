@@ -17,6 +17,7 @@ struct RuntimeFlags {
   std::string model;
   std::string dtype = "fp32";
   bool fp8_weights = false;    // linear layers in e4m3, as rollout.fp8_weights
+  bool fp8_latents = false;    // latent rows in e4m3, as rollout.fp8_latents
   std::string device = "cpu";  // kernels::parse_device
   int threads = 2;
 };

@@ -46,6 +46,10 @@ absl::Status expect_slots(const Operands& op, const Tensor& slots, const Sequenc
 absl::Status expect_paged(const Operands& op, const char* name, const PagedRows& rows, const Sequences& sequences,
                           int64_t width, int64_t tokens_per_row) {
   RETURN_IF_ERROR(expect_weight(op, name, rows.pool, {-1, kPageRows, width}));
+  return expect_pages(op, rows, sequences, tokens_per_row);
+}
+
+absl::Status expect_pages(const Operands& op, const PagedRows& rows, const Sequences& sequences, int64_t tokens_per_row) {
   RETURN_IF_ERROR(expect_tensor(op, "page_table", rows.page_table, DType::kI32, {sequences.count(), -1}));
   for (int64_t b = 0; b < sequences.count(); ++b) {
     const int64_t tokens = sequences.cached_tokens(b) + sequences.end(b) - sequences.begin(b);

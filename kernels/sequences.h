@@ -30,7 +30,7 @@ constexpr int64_t kPageRows = 64;
 // Rows of W values that belong to growing sequences, kept in pages of one pool:
 // row p of sequence b is pool[page_table[b, p / kPageRows], p % kPageRows].
 struct PagedRows {
-  Tensor pool;        // [pages, kPageRows, W] f32 or bf16
+  Tensor pool;        // [pages, kPageRows, W] f32 or bf16; latents in fp8 as bytes (latent_rows/latent_row.h)
   Tensor page_table;  // [B, pages of the longest sequence] i32; unused entries are -1
 
   int64_t width() const { return pool.size(2); }
@@ -53,5 +53,7 @@ absl::Status expect_slots(const Operands& op, const Tensor& slots, const Sequenc
 // pages themselves are looked at where the host can read them.
 absl::Status expect_paged(const Operands& op, const char* name, const PagedRows& rows, const Sequences& sequences,
                           int64_t width, int64_t tokens_per_row = 1);
+// What of that does not depend on what the rows hold.
+absl::Status expect_pages(const Operands& op, const PagedRows& rows, const Sequences& sequences, int64_t tokens_per_row = 1);
 
 }  // namespace slipstream::kernels

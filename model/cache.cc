@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels/copy/copy.h"
+#include "kernels/latent_rows/latent_row.h"
 
 namespace slipstream::model {
 namespace {
@@ -18,6 +19,8 @@ int64_t pool_page_count(const ModelConfig& config, const CacheLimits& limits) {
   const int64_t pool = config.index_pool();
   return pages_for((limits.tokens + pool - 1) / pool) + limits.sequences;
 }
+
+kernels::LatentRow fp8_row(const MlaConfig& mla) { return kernels::latent_row(mla.kv_lora_rank, mla.rope); }
 
 // Bytes of entry 0 of a store's first dimension: one page, or one slot.
 int64_t entry_bytes(const Tensor& store) { return store.empty() ? 0 : store.bytes() / store.size(0); }
@@ -39,7 +42,10 @@ int64_t arena_bytes(const ModelConfig& config, const CacheLimits& limits, int64_
     return count * kPageRows * width * kernels::size_of(limits.dtype) + kAlignment;
   };
   for (const LayerConfig& layer : config.layers) {
-    if (layer.attention == AttentionKind::kMla) bytes += rows(pages, config.mla->key_width());
+    if (layer.attention == AttentionKind::kMla) {
+      bytes += limits.fp8_latents ? pages * kPageRows * fp8_row(*config.mla).bytes + kAlignment
+                                  : rows(pages, config.mla->key_width());
+    }
     if (layer.attention == AttentionKind::kGqa) bytes += 2 * rows(pages, config.gqa->kv_heads * config.gqa->head_dim);
     if (layer.indexer == IndexerMode::kFull) {
       const IndexerConfig& indexer = *config.mla->indexer;
@@ -58,11 +64,13 @@ int64_t arena_bytes(const ModelConfig& config, const CacheLimits& limits, int64_
 
 }  // namespace
 
-LayerCache allocate_layer_cache(const ModelConfig& config, const LayerConfig& layer, DType dtype, int64_t pages,
+LayerCache allocate_layer_cache(const ModelConfig& config, const LayerConfig& layer, const RowFormat& format, int64_t pages,
                                 int64_t pool_pages, int64_t slots, kernels::Arena& arena) {
+  const DType dtype = format.dtype;
   LayerCache cache;
   if (layer.attention == AttentionKind::kMla) {
-    cache.keys = arena.alloc(dtype, {pages, kPageRows, config.mla->key_width()});
+    cache.keys = format.fp8_latents ? arena.alloc(DType::kF8E4M3, {pages, kPageRows, fp8_row(*config.mla).bytes})
+                                    : arena.alloc(dtype, {pages, kPageRows, config.mla->key_width()});
   }
   if (layer.attention == AttentionKind::kGqa) {
     const int64_t width = config.gqa->kv_heads * config.gqa->head_dim;
@@ -111,6 +119,9 @@ absl::StatusOr<std::unique_ptr<Cache>> Cache::create(const ModelConfig& config, 
   if (limits.dtype != DType::kF32 && limits.dtype != DType::kBf16) {
     return absl::InvalidArgumentError("cache dtype: expected f32 or bf16");
   }
+  if (limits.fp8_latents && !config.mla) {
+    return absl::InvalidArgumentError("cache fp8_latents: true, expected false for a model without latent attention");
+  }
   ASSIGN_OR_RETURN(kernels::Arena arena,
                    kernels::Arena::create(stream != nullptr ? stream->device() : kernels::Device{},
                                           arena_bytes(config, limits, pages_for(limits.tokens),
@@ -127,8 +138,8 @@ Cache::Cache(const ModelConfig& config, const CacheLimits& limits, kernels::Stre
       pool_pages_(pool_page_count(config, limits)),
       slots_(limits.sequences) {
   for (const LayerConfig& layer : config.layers) {
-    layers_.push_back(allocate_layer_cache(config, layer, limits.dtype, pages_.total(), pool_pages_.total(),
-                                           limits.sequences, arena_));
+    layers_.push_back(allocate_layer_cache(config, layer, {.dtype = limits.dtype, .fp8_latents = limits.fp8_latents},
+                                           pages_.total(), pool_pages_.total(), limits.sequences, arena_));
   }
 }
 
@@ -237,8 +248,9 @@ void Cache::copy_entry(const Tensor& store, int32_t from, int32_t to) {
   if (store.empty()) return;
   const Tensor source = store[from], target = store[to];
   if (stream_ != nullptr && stream_->on_cuda()) {
-    const int64_t count = source.numel();
-    kernels::launch(kernels::Copy{.from = source.view({1, 1, count}), .to = target.view({1, 1, count})}, *stream_);
+    // As words of four bytes, whatever they hold: entries are a multiple of that.
+    const auto words = [](const Tensor& t) { return Tensor(t.raw(), DType::kF32, {1, 1, t.bytes() / 4}, t.device()); };
+    kernels::launch(kernels::Copy{.from = words(source), .to = words(target)}, *stream_);
   } else {
     std::memcpy(target.raw(), source.raw(), static_cast<size_t>(source.bytes()));
   }

@@ -18,7 +18,7 @@ using kernels::Tensor;
 
 // One layer's stores; what its kind of attention does not need is absent. W and dtypes as the operators' headers say.
 struct LayerCache {
-  Tensor keys;        // [pages, 64, W]   MLA latent rows, or GQA keys
+  Tensor keys;        // [pages, 64, W]   MLA latent rows (in fp8: bytes, kernels/latent_rows), or GQA keys
   Tensor values;      // [pages, 64, W]   GQA values
   Tensor index_keys;  // [pages, 64, Di]  indexer keys by token, or by pool (then on pool pages)
   Tensor open_pool;   // [slots, P, 2, Di]
@@ -26,8 +26,14 @@ struct LayerCache {
   kernels::KdaState kda;
 };
 
+// How rows of attention are kept.
+struct RowFormat {
+  kernels::DType dtype = kernels::DType::kF32;
+  bool fp8_latents = false;  // MLA's key rows in fp8 instead (kernels/latent_rows), 656 bytes for 512 + 64 values
+};
+
 // Allocates the stores of one layer: `pages` token pages, `pool_pages` pool pages, `slots` sequences.
-LayerCache allocate_layer_cache(const ModelConfig& config, const LayerConfig& layer, kernels::DType dtype,
+LayerCache allocate_layer_cache(const ModelConfig& config, const LayerConfig& layer, const RowFormat& format,
                                 int64_t pages, int64_t pool_pages, int64_t slots, kernels::Arena& arena);
 
 // Pages that this many rows fill, the last perhaps in part.
@@ -37,6 +43,7 @@ struct CacheLimits {
   int64_t tokens = 0;     // over all sequences; each rounds up to whole pages of 64
   int64_t sequences = 0;  // open at once
   kernels::DType dtype = kernels::DType::kF32;  // of attention rows; recurrent states are always f32
+  bool fp8_latents = false;                     // as in RowFormat
 };
 
 struct CacheUsage {
@@ -52,7 +59,8 @@ struct CacheUsage {
 class Cache {
  public:
   // stream: on whose device the cache is, and which copies pages at a fork; it outlives the cache. Null: on the CPU.
-  // InvalidArgument: limits not positive. ResourceExhausted: no memory. On the CPU memory is touched when used.
+  // InvalidArgument: limits not positive; fp8_latents of a model that has none. ResourceExhausted: no memory. On the CPU
+  // memory is touched when used.
   static absl::StatusOr<std::unique_ptr<Cache>> create(const ModelConfig& config, const CacheLimits& limits,
                                                        kernels::Stream* stream = nullptr);
 

@@ -39,17 +39,18 @@ Model::Model(ModelConfig config, parallel::Groups groups)
 }
 
 // The cache's stores, or stores for this pass alone, which the layer's backward reads again.
-LayerCache Model::layer_cache(size_t layer, DType dtype, Step& step) const {
+LayerCache Model::layer_cache(size_t layer, const RowFormat& format, Step& step) const {
   const PreparedBatch& batch = step.batch;
   if (batch.cache != nullptr) return batch.cache->layers()[layer];
   if (config_.layers[layer].attention == AttentionKind::kKda) return {};  // whole sequences need no state before them
-  return allocate_layer_cache(config_, config_.layers[layer], dtype, batch.token_page_count, batch.pool_page_count,
+  return allocate_layer_cache(config_, config_.layers[layer], format, batch.token_page_count, batch.pool_page_count,
                               batch.sequences.count(), step.arena);
 }
 
 Tensor Model::forward(const ModelWeights& w, Step& step, SavedForward* saved, const ForwardOptions& options) const {
   const PreparedBatch& batch = step.batch;
-  CHECK(batch.cache == nullptr || (saved == nullptr && options.replay == nullptr));
+  CHECK(batch.cache == nullptr || (saved == nullptr && options.replay == nullptr && !options.fp8_latents));
+  CHECK(saved == nullptr || !options.fp8_latents);  // a backward reads rows of the activations' precision
   const int64_t rows = batch.rows(), width = streams_ * config_.hidden;
   const bool keep_layers = saved != nullptr && !saved->recompute;
   const DType cache_dtype = batch.cache != nullptr ? batch.cache->dtype() : w.embedding.dtype();
@@ -78,7 +79,7 @@ Tensor Model::forward(const ModelWeights& w, Step& step, SavedForward* saved, co
       choice.experts = replay.experts.empty() ? step.ints({rows, config_.moe->per_token}) : replay.experts;
     }
     const int64_t mark = step.arena.mark();
-    layer.forward(w.layers[l], state, out, layer_cache(l, cache_dtype, step),
+    layer.forward(w.layers[l], state, out, layer_cache(l, {.dtype = cache_dtype, .fp8_latents = options.fp8_latents}, step),
                   choices[selecting_layer_[l]].selection, replay, choice.experts,
                   keep_layers ? &saved->layers[l] : nullptr, step);
     if (!keep_layers) step.arena.release(mark);
@@ -146,7 +147,7 @@ void Model::backward(const ModelWeights& w, const SavedForward& saved, const Ten
     DecoderLayer::Saved again;
     if (saved.recompute) {
       // The first run's choices are given back: the indexer need not run again, nor could a choice flip.
-      layer.forward(w.layers[l], saved.states[l], step.alloc({rows, width}), layer_cache(l, w.embedding.dtype(), step),
+      layer.forward(w.layers[l], saved.states[l], step.alloc({rows, width}), layer_cache(l, {.dtype = w.embedding.dtype()}, step),
                     saved.choices[selecting_layer_[l]].selection, saved.choices[l], /*chosen_experts=*/{}, &again, step);
     }
     layer.backward(w.layers[l], saved.recompute ? again : saved.layers[l], dstate, dstate, dw.layers[l], step);

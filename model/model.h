@@ -19,6 +19,7 @@ using Choices = std::vector<LayerReplay>;
 struct ForwardOptions {
   const Choices* replay = nullptr;  // use these (whole sequences only: the indexer does not run, so it stores no keys)
   Choices* capture = nullptr;       // receives what was used; tensors live in the step's arena
+  bool fp8_latents = false;         // of a batch without a cache: latent rows in fp8, as a cache with fp8_latents has them
 };
 
 // What a backward pass needs. With recompute, each layer keeps its input and choices alone and is run again.
@@ -65,7 +66,7 @@ class Model {
 
  private:
   Model(ModelConfig config, parallel::Groups groups);
-  LayerCache layer_cache(size_t layer, kernels::DType dtype, Step& step) const;
+  LayerCache layer_cache(size_t layer, const RowFormat& format, Step& step) const;
   Tensor embed(const ModelWeights& w, Step& step) const;
   Tensor final_norm(const ModelWeights& w, const Tensor& state, SavedForward* saved, Step& step) const;
 

@@ -43,6 +43,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
                                                        std::function<void(absl::Status)> on_diverged) {
   RETURN_IF_ERROR(check_engine_config(engine));
   CHECK(engine.fp8_weights || weights->scales().empty());
+  if (engine.fp8_latents && !config.mla) {
+    return absl::InvalidArgumentError("rollout.fp8_latents: true, expected false for a model without latent attention");
+  }
   const kernels::DType dtype = weights->dtype();
   std::unique_ptr<Engine> out(
       new Engine(engine, config, std::move(weights), policy_version, metrics, std::move(log)));
@@ -52,7 +55,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::create(const EngineConfig& engin
   ASSIGN_OR_RETURN(out->cache_,
                    model::Cache::create(config, {.tokens = engine.cache_tokens,
                                                  .sequences = engine.max_running + engine.prefix_sessions_max,
-                                                 .dtype = dtype},
+                                                 .dtype = dtype,
+                                                 .fp8_latents = engine.fp8_latents},
                                         out->stream_.get()));
   const SchedulerLimits limits{.max_running = engine.max_running,
                                .step_tokens_max = engine.step_tokens_max,

@@ -36,6 +36,7 @@ struct EngineConfig {
   int64_t prefix_sessions_max = 64;  // sequences kept for their session; the config file: as max_running
   OnUpdate on_update = OnUpdate::kRecompute;
   bool fp8_weights = false;  // linear layers in e4m3 (WeightStore::copy_to); log-probs are then not the learner's bits
+  bool fp8_latents = false;  // the cache's latent rows in e4m3 (model/cache.h); likewise
   bool weight_panels = true;  // CPU: a second copy of the matrices that makes passes of few rows faster (model/weight_panels.h)
 };
 

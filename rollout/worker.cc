@@ -60,6 +60,7 @@ Worker::Config Worker::Config::from(ConfigNode root) {
   rollout.read_choice("on_update", &c.engine.on_update,
                       {{"recompute", OnUpdate::kRecompute}, {"keep", OnUpdate::kKeep}});
   rollout.read("fp8_weights", &c.engine.fp8_weights);
+  rollout.read("fp8_latents", &c.engine.fp8_latents);
   rollout.read("weight_panels", &c.engine.weight_panels);
   rollout.read_choice("share_weights", &c.share_weights,
                       {{"auto", ShareWeights::kAuto}, {"true", ShareWeights::kAlways}, {"false", ShareWeights::kNever}});

@@ -35,7 +35,19 @@ __device__ __forceinline__ void barrier_arrive_as(uint64_t* barrier, int arrival
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
 }
-// Waits for the end of the phase of this parity: phases count 0, 1, 0, 1 from the barrier's initialisation.
+// Whether the phase of this parity has ended: phases count 0, 1, 0, 1 from the barrier's initialisation. Looks at once.
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// Waits until it has.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
   uint32_t done = 0;
   while (done == 0) {

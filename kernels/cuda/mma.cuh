@@ -56,7 +56,30 @@ __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// Of all groups but the last kLeft.
+template <int kLeft = 0>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Plain loads and stores of aligned bytes in shared memory.
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ float4 load_shared_floats(uint32_t from) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
 
 // A bf16 matrix in shared memory whose rows are whole 128-byte lines: chunk c (16 bytes) of row r lies at c ^
 // (r % 8), so that eight rows' chunks of one column fall into different banks.

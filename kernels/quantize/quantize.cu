@@ -1,7 +1,5 @@
-#include <cuda_fp8.h>
-
 #include "kernels/cuda/device.cuh"
-#include "kernels/e4m3.h"
+#include "kernels/cuda/e4m3.cuh"
 #include "kernels/launch_cuda.h"
 #include "kernels/quantize/quantize.h"
 
@@ -19,16 +17,6 @@ struct Arguments {
   int64_t x_expert, codes_expert, scales_expert;  // of the leading dimension
   bool fast_x, fast_codes;                        // runs of four are aligned
 };
-
-__device__ __forceinline__ uint32_t codes_of(float4 v, float inverse) {
-  const auto pair = [&](float x, float y) -> uint32_t {
-    return __nv_cvt_float2_to_fp8x2(make_float2(x * inverse, y * inverse), __NV_SATFINITE, __NV_E4M3);
-  };
-  return pair(v.x, v.y) | pair(v.z, v.w) << 16;
-}
-__device__ __forceinline__ float largest_of(float4 v) {
-  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-}
 
 // A thread block has one block of 128 x 128, several rows at once, or as many blocks of one row as sixteens
 // of lanes.
@@ -59,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const Arguments args) {
   float largest = 0x1p-100f;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass)
-    largest = fmaxf(largest, fmaxf(largest_of(values[pass][0]), largest_of(values[pass][1])));
+    largest = fmaxf(largest, fmaxf(largest_magnitude(values[pass][0]), largest_magnitude(values[pass][1])));
   for (int distance = kLanes / 2; distance > 0; distance /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   if constexpr (kOneBlock) largest = block_max(largest);
@@ -74,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const Arguments args) {
       const int64_t exist = count(pass, run);
       uint8_t* const to = args.codes + expert * args.codes_expert +
                           (row0 + pass * kRowsAtOnce) * args.codes_stride + column + run * 64;
-      const uint32_t codes = codes_of(values[pass][run], inverse);
+      const uint32_t codes = e4m3_codes(values[pass][run], inverse);
       if (args.fast_codes && exist == 4) {
         *reinterpret_cast<uint32_t*>(to) = codes;
       } else {

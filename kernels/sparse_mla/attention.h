@@ -7,6 +7,7 @@
 // None of it depends on the other queries, so tiles, threads and calls may be cut anywhere.
 #pragma once
 
+#include "kernels/latent_rows/latent_row.h"
 #include "kernels/sequences.h"
 #include "kernels/stream.h"
 #include "kernels/tensor.h"
@@ -25,6 +26,7 @@ struct Attention {
   Tensor q;             // in   [T, h, key_width] f32; head j uses key/value head j / (h / kv_heads)
   PagedRows keys;       // in   key head g is columns [g * key_width, (g + 1) * key_width) of a row
   PagedRows values;     // in   value head g is columns [g * value_width, (g + 1) * value_width) of a row
+  LatentRow latents = {};  // how the rows lie if they are e4m3: in the forward of one key head, keys and values one store
   Sequences sequences;  // T rows
   int64_t kv_heads;
   Tensor indices;  // in   [T, S] i32, ascending; absent: every position up to the query's

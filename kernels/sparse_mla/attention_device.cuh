@@ -4,17 +4,19 @@
 #include <algorithm>
 
 #include "kernels/cuda/pieces.cuh"
+#include "kernels/latent_rows/latent_rows.cuh"
 #include "kernels/sparse_mla/attention.h"
 
 namespace slipstream::kernels {
 
-// X: dtype of activations; K: of the stores.
+// X: dtype of activations; K: of the stores, e4m3 for rows of fp8 latents.
 template <class X, class K>
 struct AttentionView {
   Heads<X> q;
   DevicePages<K> keys, values;
-  bool shared;   // values are the first columns of keys
-  bool vectors;  // stores may be read 16 bytes at a time
+  LatentRow latents;  // how e4m3 rows lie
+  bool shared;        // values are the first columns of keys
+  bool vectors;       // stores may be read 16 bytes at a time
   DeviceSequences batch;
   const int32_t* indices;  // null: every position up to the query's
   int64_t indices_stride;
@@ -33,6 +35,7 @@ AttentionView<X, K> view_of(const Attention& args) {
   view.q = heads_of<X>(args.q);
   view.keys = on_device<K>(args.keys);
   view.values = on_device<K>(args.values);
+  view.latents = args.latents;
   view.shared = args.values.pool.raw() == args.keys.pool.raw();
   view.vectors = aligned_16(args.keys.pool) && aligned_16(args.values.pool) && args.q.size(2) % 8 == 0 &&
                  args.o.size(2) % 8 == 0;
@@ -67,6 +70,16 @@ __device__ KeyList keys_of(const View& view, int t) {
   return {b, view.counts[t], view.indices + t * view.indices_stride};
 }
 
+// Column c of a stored row.
+template <class X, class K>
+__device__ __forceinline__ float stored_value(const AttentionView<X, K>& view, const K* row, int c) {
+  if constexpr (sizeof(K) == 1) {
+    return latent_value<X>(view.latents, row, c);
+  } else {
+    return load(row + c);
+  }
+}
+
 // --- fp32 arithmetic: fmaf chains on the ordinary units ---
 
 constexpr int kFmaHeads = 16;  // of one group, in a block of eight warps with two heads each
@@ -76,16 +89,20 @@ constexpr int kFmaThreads = 256;
 // Floats from one row in shared memory to the next: 16-byte chunks of a column fall into different banks.
 __host__ __device__ constexpr int fma_pitch(int width) { return ((width + 3) / 4 | 1) * 4; }
 
-// `count` rows of `width` values, zeros up to the pitch; row(i) is the source or null (zeros).
-template <class T, class Row>
-__device__ void load_rows(float* to, int count, int width, const Row& row) {
+// `count` rows of `width` values, zeros up to the pitch; row(i) is the source or null (zeros), value(source, c) its column c.
+template <class T, class Row, class Value>
+__device__ void load_rows(float* to, int count, int width, const Row& row, const Value& value) {
   const int pitch = fma_pitch(width);
   for (int r = static_cast<int>(threadIdx.x) / kWarp; r < count; r += kFmaThreads / kWarp) {
     const T* from = row(r);
     for (int c = static_cast<int>(threadIdx.x) % kWarp; c < pitch; c += kWarp) {
-      to[r * pitch + c] = from != nullptr && c < width ? load(from + c) : 0.0f;
+      to[r * pitch + c] = from != nullptr && c < width ? value(from, c) : 0.0f;
     }
   }
+}
+template <class T, class Row>
+__device__ void load_rows(float* to, int count, int width, const Row& row) {
+  load_rows<T>(to, count, width, row, [](const T* from, int c) { return load(from + c); });
 }
 
 // a · b and c · b: chains over ascending columns.

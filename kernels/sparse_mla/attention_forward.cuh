@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(kFmaThreads) attend_fma(const AttentionView<X,
         return i < count ? store.row(list.sequence, list.position(begin + i)) + run.kv_head * width : nullptr;
       };
     };
-    load_rows<K>(keys, kFmaKeys, view.key_width, row(view.keys, view.key_width));
-    if (!view.shared) load_rows<K>(values, kFmaKeys, view.value_width, row(view.values, view.value_width));
+    const auto value = [&](const K* from, int c) { return stored_value(view, from, c); };
+    load_rows<K>(keys, kFmaKeys, view.key_width, row(view.keys, view.key_width), value);
+    if (!view.shared) load_rows<K>(values, kFmaKeys, view.value_width, row(view.values, view.value_width), value);
     __syncthreads();
     const float2 products = two_products(queries + 2 * warp * key_pitch, queries + (2 * warp + 1) * key_pitch,
                                          keys + lane * key_pitch, key_pitch);
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kFmaThreads) attend_fma(const AttentionView<X,
   }
 }
 
-// --- on tensor cores: bf16 activations and stores ---
+// --- on tensor cores: bf16 activations; stores of bf16 or of fp8 latents ---
 
 constexpr int kMmaKeys = 64;  // of a block of the softmax
 
@@ -116,9 +117,20 @@ __device__ void fetch_rows(const SwizzledTile& tile, int width, bool vectors, co
         words[i / 2] |= value << (i % 2 * 16);
       }
     }
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
-                 "r"(words[2]), "r"(words[3])
-                 : "memory");
+    store_shared(to, {words[0], words[1], words[2], words[3]});
+  }
+}
+
+// The same of rows of fp8 latents.
+template <int kThreads, int kRows, class Row>
+__device__ void fetch_latent_rows(const SwizzledTile& tile, const LatentRow& layout, const Row& row) {
+  constexpr int kThreadsARow = kThreads / kRows;
+  static_assert(kThreadsARow * kRows == kThreads);
+  const int r = static_cast<int>(threadIdx.x) / kThreadsARow;
+  const e4m3* from = row(r);
+  for (int c = static_cast<int>(threadIdx.x) % kThreadsARow; c < static_cast<int>(tile.row_bytes / 16); c += kThreadsARow) {
+    store_shared(tile.chunk(static_cast<uint32_t>(r), static_cast<uint32_t>(c)),
+                 from != nullptr ? latent_eight(layout, from, c * 8) : uint4{});
   }
 }
 
@@ -138,9 +150,9 @@ struct MmaAttention {
   }
 };
 
-template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
+template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared, class K>
 __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
-    attend_mma(const AttentionView<bf16, bf16> view, bool query_vectors) {
+    attend_mma(const AttentionView<bf16, K> view, bool query_vectors) {
   using Shape = MmaAttention<kRowTiles, kColumnWarps, kTiles, kShared>;
   extern __shared__ __align__(128) unsigned char tiles[];
   const uint32_t key_row = static_cast<uint32_t>(mma_row_bytes(view.key_width));
@@ -161,16 +173,21 @@ __global__ void __launch_bounds__(kRowTiles* kColumnWarps* kWarp)
 
   const auto fetch_block = [&](int block) {
     const int begin = block * kMmaKeys, buffer = block & 1;
-    const auto row = [&](const DevicePages<bf16>& store, int width) {
+    const auto row = [&](const DevicePages<K>& store, int width) {
       return [&, width](int i) {
         return begin + i < list.count
                    ? store.row(list.sequence, list.position(begin + i)) + run.kv_head * width
                    : nullptr;
       };
     };
-    fetch_rows<Shape::kThreads, kMmaKeys>({key_base + buffer * kMmaKeys * key_row, key_row}, view.key_width,
-                                          view.vectors, row(view.keys, view.key_width));
-    if (!kShared) {
+    const SwizzledTile to{key_base + buffer * kMmaKeys * key_row, key_row};
+    if constexpr (sizeof(K) == 1) {
+      static_assert(kShared);
+      fetch_latent_rows<Shape::kThreads, kMmaKeys>(to, view.latents, row(view.keys, 0));
+    } else {
+      fetch_rows<Shape::kThreads, kMmaKeys>(to, view.key_width, view.vectors, row(view.keys, view.key_width));
+    }
+    if constexpr (!kShared) {
       fetch_rows<Shape::kThreads, kMmaKeys>({value_base + buffer * kMmaKeys * value_row, value_row},
                                             view.value_width, view.vectors,
                                             row(view.values, view.value_width));

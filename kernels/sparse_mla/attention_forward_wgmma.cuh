@@ -1,5 +1,6 @@
 // Attention over latents on Hopper: bf16, one key row a position whose first 512 columns are the value too,
-// up to 64 heads of one query at a time.
+// up to 64 heads of one query at a time. Rows may be stored in fp8: they become bf16 on their way into shared
+// memory, and all that follows is the same.
 //
 // The arithmetic of a head, whichever kernel does it: its keys in blocks of 64, ascending. A score is one
 // chain of products over sixteen columns at a time. Weights are 2^(scaled score - top). `top` follows a
@@ -23,7 +24,8 @@ constexpr int kLatentWidth = 512, kLatentHeads = 64, kLatentKeys = 64;
 constexpr int kTileBytes = 64 * 128, kLatentTiles = kLatentWidth / 64;
 constexpr float kTopSlack = 8.0f;
 
-using LatentView = AttentionView<bf16, bf16>;
+template <class K>
+using LatentView = AttentionView<bf16, K>;
 
 // --- Shares of the work ---
 
@@ -38,7 +40,8 @@ struct LatentShare {
 };
 __device__ __forceinline__ int first_head() { return static_cast<int>(blockIdx.y) * kLatentHeads; }
 __device__ __forceinline__ int next_query(int t) { return t + static_cast<int>(gridDim.x); }
-__device__ __forceinline__ int key_count(const LatentView& view, int t) {
+template <class K>
+__device__ __forceinline__ int key_count(const LatentView<K>& view, int t) {
   return view.counts != nullptr ? view.counts[t] : keys_of(view, t).count;
 }
 
@@ -114,15 +117,16 @@ __device__ __forceinline__ bool all_ones(const float (&rescale)[2]) {
   return __all_sync(~0u, rescale[0] == 1.0f && rescale[1] == 1.0f);
 }
 
-__device__ __forceinline__ void store_lse(const LatentView& view, int t, int head, float top, float total) {
+template <class K>
+__device__ __forceinline__ void store_lse(const LatentView<K>& view, int t, int head, float top, float total) {
   constexpr float kLn2 = 0.6931471805599453f;
   if (threadIdx.x % 4 != 0 || head >= view.heads || view.lse.data == nullptr) return;
   view.lse[t][head] = (top + log2f(total)) * kLn2;  // without keys: -infinity - infinity
 }
 
 // The sums of a warpgroup's product, each row by its factor, to columns [column, column + kCount / 2) of o.
-template <int kCount>
-__device__ __forceinline__ void store_rows(const LatentView& view, int t, int column,
+template <int kCount, class K>
+__device__ __forceinline__ void store_rows(const LatentView<K>& view, int t, int column,
                                            const float (&o)[kCount], const float (&factor)[2]) {
   const bool odd = threadIdx.x % 2 == 1;
 #pragma unroll
@@ -143,37 +147,126 @@ __device__ __forceinline__ void store_rows(const LatentView& view, int t, int co
 
 // --- Rows to shared memory ---
 
+// A row to copy; what does not exist becomes zeros, since it must not be NaN, and `from` is then any row that does.
+template <class T>
+struct SourceRow {
+  const T* from;
+  bool exists;
+};
+
 // One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
 struct RowCopier {
   static __device__ __forceinline__ int row() { return static_cast<int>(thread_again() % 128 / 8); }
   static __device__ __forceinline__ int chunk() { return static_cast<int>(thread_again() % 8); }
 
-  // source(i) is where the row begins; null: zeros, since what does not exist must not be NaN.
+  // source(i) is row `row` + 16 i.
   template <int kTiles, class Source>
-  static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const void* valid,
-                                              const Source& source) {
+  static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const Source& source) {
     const uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
                                                                        static_cast<uint32_t>(chunk()));
     column += chunk() * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bf16* const begin = source(i);
-      const bool present = begin != nullptr;
-      const bf16* const from = present ? begin + column : static_cast<const bf16*>(valid);
+      const SourceRow<bf16> row = source(i);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), from + tile * 64,
-                   present ? 16 : 0);
+        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), row.from + column + tile * 64,
+                   row.exists ? 16 : 0);
       }
     }
   }
 };
 
+// The same for rows of fp8 latents. Codes wait where their values will lie: sixteen of a row in one half of the 32
+// bytes that the values take, and beside them, in the other half, the scales of the row. The thread that copied them
+// restores them, so that nobody else need be waited for. parity() chooses the half: eight threads of
+// a row, in two tiles, then reach all banks.
+struct CodeCopier {
+  static __device__ __forceinline__ int parity() { return RowCopier::chunk() / 4; }
+
+  // source(i) as above; a thread has sixteens number chunk() + 8 k of codes.
+  template <class Source>
+  static __device__ __forceinline__ void copy(unsigned char* tiles, const LatentRow& layout, const Source& source) {
+    const uint32_t first_to = first(tiles);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const SourceRow<e4m3> row = source(i);
+      const int bytes = row.exists ? 16 : 0;
+      const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
+      copy_async(to ^ 16, row.from + layout.scales, bytes);
+      const e4m3* const codes = row.from + RowCopier::chunk() * 16;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) copy_async(to + static_cast<uint32_t>(k * 2 * kTileBytes), codes + k * 128, bytes);
+    }
+  }
+  // Row i of those.
+  static __device__ __forceinline__ void restore(unsigned char* tiles, int i) {
+    static_assert(kScaleColumns == 8 * 16);  // sixteen number chunk() + 8 k is of group k
+    const uint32_t to = first(tiles) + static_cast<uint32_t>(i * 16 * 128), own = to + static_cast<uint32_t>(parity() * 8),
+                   other = to + 8 - static_cast<uint32_t>(parity() * 8);
+    const float4 scales = load_shared_floats(to ^ 16);
+    // Each load long before its use: these threads have 24 registers.
+    uint2 first_codes = load_shared_8(own), last_codes = load_shared_8(other);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t at = static_cast<uint32_t>(k * 2 * kTileBytes), next = at + 2 * kTileBytes;
+      const float scale = k == 0 ? scales.x : k == 1 ? scales.y : k == 2 ? scales.z : scales.w;
+      const uint4 first_values = scaled_to_bf16(first_codes, scale);
+      if (k < 3) first_codes = load_shared_8(own + next);
+      store_shared(to + at, first_values);
+      const uint4 last_values = scaled_to_bf16(last_codes, scale);
+      if (k < 3) last_codes = load_shared_8(other + next);
+      store_shared((to ^ 16) + at, last_values);
+    }
+  }
+
+  // The same for columns column .. column + 63 alone, one tile: a thread has two rows of it, row() + 16 (2 parity() + i).
+  template <class Source>
+  static __device__ __forceinline__ void copy_tile(unsigned char* tile, int column, const LatentRow& layout,
+                                                   const Source& source) {
+    const uint32_t first_to = first_of_tile(tile);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const SourceRow<e4m3> row = parity() == 0 ? source(i) : source(2 + i);
+      const int bytes = row.exists ? 16 : 0;
+      const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
+      copy_async(to, row.from + column + RowCopier::chunk() % 4 * 16, bytes);
+      copy_async(to ^ 16, row.from + layout.scales, bytes);
+    }
+  }
+  static __device__ __forceinline__ void restore_tile(unsigned char* tile, int column) {
+    const uint32_t to = first_of_tile(tile);
+    const int group = column / static_cast<int>(kScaleColumns);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t row = to + static_cast<uint32_t>(i * 16 * 128);
+      const float4 scales = load_shared_floats(row ^ 16);
+      const float scale = group == 0 ? scales.x : group == 1 ? scales.y : group == 2 ? scales.z : scales.w;
+      const uint2 first_codes = load_shared_8(row), last_codes = load_shared_8(row + 8);
+      store_shared(row, scaled_to_bf16(first_codes, scale));
+      store_shared(row ^ 16, scaled_to_bf16(last_codes, scale));
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t first_of_tile(unsigned char* tile) {
+    return SwizzledTile{shared_address(tile), 128}.chunk(static_cast<uint32_t>(RowCopier::row() + parity() * 32),
+                                                         static_cast<uint32_t>(RowCopier::chunk() % 4 * 2));
+  }
+  static __device__ __forceinline__ uint32_t first(unsigned char* tiles) {
+    const int chunk = RowCopier::chunk() % 4 * 2 + parity();
+    return SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(RowCopier::row()),
+                                                          static_cast<uint32_t>(chunk)) +
+           static_cast<uint32_t>(parity() * kTileBytes);
+  }
+};
+
 // Where the keys of a query's blocks lie, found in time: the list and the table of pages each take as long to
 // answer as a block takes to be attended to. A lane looks for one of its warp's sixteen rows.
+template <class K>
 class KeyFinder {
  public:
-  __device__ __forceinline__ KeyFinder(const LatentView& view, const KeyList& list, int block)
+  __device__ __forceinline__ KeyFinder(const LatentView<K>& view, const KeyList& list, int block)
       : view_(view), list_(list), block_(block) {
     const int first = position(block), second = position(block + 1);
     later_ = position(block + 2);
@@ -192,9 +285,9 @@ class KeyFinder {
     later_ = position(block_ + 3);
     ++block_;
   }
-  // For RowCopier: the key rows of this block, or of the block before.
-  __device__ __forceinline__ const bf16* source(int i) const { return at(this_[i]); }
-  __device__ __forceinline__ const bf16* source_before(int i) const { return at(before_[i]); }
+  // For the copiers: the key rows of this block, or of the block before.
+  __device__ __forceinline__ SourceRow<K> source(int i) const { return at(this_[i]); }
+  __device__ __forceinline__ SourceRow<K> source_before(int i) const { return at(before_[i]); }
 
  private:
   __device__ __forceinline__ int position(int block) const {
@@ -209,13 +302,15 @@ class KeyFinder {
                static_cast<int>(kPageRows) +
            position % static_cast<int>(kPageRows);
   }
-  __device__ __forceinline__ const bf16* at(int row) const {
-    if (row < 0) return nullptr;
-    return view_.keys.pool + row / kPageRows * view_.keys.page_stride +
-           row % kPageRows * view_.keys.row_stride;
+  __device__ __forceinline__ SourceRow<K> at(int row) const {
+    if (row < 0) return {view_.keys.pool, false};
+    constexpr uint32_t kRows = kPageRows;  // 32 bits, and no sign: the address is computed anew for every row that is copied
+    return {view_.keys.pool + uint64_t{static_cast<uint32_t>(row) / kRows} * static_cast<uint32_t>(view_.keys.page_stride) +
+                uint64_t{static_cast<uint32_t>(row) % kRows} * static_cast<uint32_t>(view_.keys.row_stride),
+            true};
   }
 
-  const LatentView& view_;
+  const LatentView<K>& view_;
   const KeyList list_;
   int block_, later_, next_, found_, this_[4] = {-1, -1, -1, -1}, before_[4] = {-1, -1, -1, -1};
 };
@@ -264,22 +359,34 @@ struct LatentShared {
 // the block two before. When a stage becomes free, so does the last tile of the block before the one that
 // comes into the stage, as that stage held what came three before. After a query's heads, which have no last
 // tile, it is the block's own.
-template <bool kRope>
-__device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const LatentView& view,
+template <bool kRope, class K>
+__device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share) {
+  constexpr bool kCodes = sizeof(K) == 1;
   Ring<kLatentStages> stage;
   Ring<2> last;
   Ring<1> query;
-  const bf16* const valid = view.keys.pool;
   const auto await_stage = [&] {
     barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
   };  // passes at first
+  const auto stage_is_free = [&] {
+    return __all_sync(~0u, barrier_passed(&shared.empty[stage.place], stage.parity ^ 1));
+  };
   const auto done = [&] {
     barrier_arrive_after_copies(&shared.full[stage.place]);
     stage.advance();
   };
   const auto copy_last = [&](const auto& source) {
-    if constexpr (kRope) RowCopier::copy<1>(shared.last[last.place], kLatentWidth, valid, source);
+    if constexpr (kRope) {
+      RowCopier::copy<1>(shared.last[last.place], kCodes ? 0 : kLatentWidth, [&](int i) {
+        const SourceRow<K> row = source(i);
+        if constexpr (kCodes) {
+          return SourceRow<bf16>{latent_ropes(view.latents, row.from), row.exists};
+        } else {
+          return row;
+        }
+      });
+    }
     barrier_arrive_after_copies(&shared.last_full[last.place]);
     last.advance();
   };
@@ -289,11 +396,11 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     if (begin >= end) continue;
     const auto head = [&](int i) {
       const int h = first_head() + RowCopier::row() + 16 * i;
-      return h < view.heads ? view.q.at(t, h) : nullptr;
+      return SourceRow<bf16>{view.q.at(t, min(h, view.heads - 1)), h < view.heads};
     };
-    KeyFinder keys(view, list, begin);
+    KeyFinder<K> keys(view, list, begin);
     await_stage();
-    RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, valid, head);
+    RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, head);
     if constexpr (kRope) {
       barrier_wait(&shared.queries_empty, query.parity ^ 1);
       const uint32_t to =
@@ -302,22 +409,55 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
                                 RowCopier::row() % 8 * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bf16* const from = head(i);
-        const bool present = from != nullptr;
-        copy_async(to + static_cast<uint32_t>(i * 512),
-                   present ? from + kLatentWidth + RowCopier::chunk() * 8 : valid, present ? 16 : 0);
+        const SourceRow<bf16> row = head(i);
+        copy_async(to + static_cast<uint32_t>(i * 512), row.from + kLatentWidth + RowCopier::chunk() * 8,
+                   row.exists ? 16 : 0);
       }
       query.advance();
     }
     done();
+    Ring<kLatentStages> restored = stage;
+    int copied = begin;
+    // The next block's stage is free.
+    const auto copy_next = [&] {
+      const auto source = [&](int i) { return keys.source(i); };
+      unsigned char* const tiles = shared.stages[stage.place][0];
+      if (copied > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
+      if constexpr (kCodes) {
+        CodeCopier::copy(tiles, view.latents, source);
+        commit_copies();
+        stage.advance();
+      } else {
+        RowCopier::copy<kLatentTiles>(tiles, 0, source);
+        done();
+      }
+      if (copied < begin + 2) copy_last(source);
+      ++copied;
+    };
     for (int block = begin; block < end; ++block) {
-      keys.advance();
-      await_stage();
-      if (block > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
-      RowCopier::copy<kLatentTiles>(shared.stages[stage.place][0], 0, valid,
-                                    [&](int i) { return keys.source(i); });
-      done();
-      if (block < begin + 2) copy_last([&](int i) { return keys.source(i); });
+      if (copied == block) {
+        keys.advance();
+        await_stage();
+        copy_next();
+      }
+      if constexpr (kCodes) {
+        if (copied > block + 1) {
+          wait_for_copies<1>();
+        } else {
+          wait_for_copies();
+        }
+        // Codes of the block after this one are to arrive meanwhile: they are copied as soon as a stage is free.
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          if (copied == block + 1 && copied < end && stage_is_free()) {
+            keys.advance();
+            copy_next();
+          }
+          CodeCopier::restore(shared.stages[restored.place][0], i);
+        }
+        barrier_arrive(&shared.full[restored.place]);
+        restored.advance();
+      }
     }
     if (end > begin + 2) {
       await_stage();
@@ -397,8 +537,8 @@ constexpr int kLatentThreads = 4 * 128;
 
 // The tensor cores are to have work during the softmax of a block. So the weighing of the block before starts
 // only when this one's products are done, though its weights were there earlier.
-template <bool kRope>
-__device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const LatentView& view,
+template <bool kRope, class K>
+__device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share) {
   Ring<kLatentStages> stage, previous = {-1, 0};  // of the block before, perhaps of the query before
   Ring<2> last;
@@ -463,8 +603,8 @@ __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const
     arrive_once_a_warp(&shared.scored[previous.place]);  // nothing follows the last block
 }
 
-template <bool kRope>
-__device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const LatentView& view,
+template <bool kRope, class K>
+__device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share, int half) {
   constexpr int kTiles = kLatentTiles / 2;
   Ring<kLatentStages> stage;
@@ -510,9 +650,9 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
   }
 }
 
-template <bool kRope>
+template <bool kRope, class K>
 __global__ void __launch_bounds__(kLatentThreads, 1)
-    attend_latents(const __grid_constant__ LatentView view, const LatentShare share) {
+    attend_latents(const __grid_constant__ LatentView<K> view, const LatentShare share) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
   shared.init();
@@ -545,9 +685,9 @@ struct LatentScores {
   }
 };
 
-template <bool kRope>
+template <bool kRope, class K>
 __global__ void __launch_bounds__(2 * 128, 1)
-    score_latents(const __grid_constant__ LatentView view, const LatentShare share, const LatentScores to) {
+    score_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores to) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
   shared.init();
@@ -592,8 +732,9 @@ struct WeighShared {
 };
 
 // Columns from 64 blockIdx.z on.
+template <class K>
 __global__ void __launch_bounds__(2 * 128, 2)
-    weigh_latents(const __grid_constant__ LatentView view, const LatentShare share, const LatentScores from) {
+    weigh_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores from) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<WeighShared*>(memory);
   if (threadIdx.x == 0) {
@@ -604,22 +745,47 @@ __global__ void __launch_bounds__(2 * 128, 2)
     barrier_init_done();
   }
   __syncthreads();
+  constexpr bool kCodes = sizeof(K) == 1;
   const int t = static_cast<int>(blockIdx.x), column = static_cast<int>(blockIdx.z) * 64;
   const int count = key_count(view, t);
   Ring<kWeighStages> stage;
   if (threadIdx.x < 128) {
     const KeyList list = keys_of(view, t);
-    KeyFinder keys(view, list, 0);
-    for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
+    KeyFinder<K> keys(view, list, 0);
+    // Codes are restored when the copies of two more blocks are on their way.
+    constexpr int kAhead = 2;
+    Ring<kWeighStages> restored;
+    const auto restore = [&] {
+      CodeCopier::restore_tile(shared.values[restored.place], column);
+      barrier_arrive(&shared.full[restored.place]);
+      restored.advance();
+    };
+    const int blocks = (count + kLatentKeys - 1) / kLatentKeys;
+    for (int block = 0; block < blocks; ++block, stage.advance()) {
       keys.advance();
       barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
-      RowCopier::copy<1>(shared.values[stage.place], column, view.keys.pool,
-                         [&](int i) { return keys.source(i); });
+      const auto source = [&](int i) { return keys.source(i); };
+      if constexpr (kCodes) {
+        CodeCopier::copy_tile(shared.values[stage.place], column, view.latents, source);
+      } else {
+        RowCopier::copy<1>(shared.values[stage.place], column, source);
+      }
       const float* const scores = from.at(t, block) + threadIdx.x * 4;
       const uint32_t to = shared_address(shared.scores[stage.place] + threadIdx.x * 4);
 #pragma unroll
       for (int i = 0; i < 8; ++i) copy_async(to + i * 2048, scores + i * 512);
-      barrier_arrive_after_copies(&shared.full[stage.place]);
+      if constexpr (kCodes) {
+        commit_copies();
+        if (block < kAhead) continue;
+        wait_for_copies<kAhead>();
+        restore();
+      } else {
+        barrier_arrive_after_copies(&shared.full[stage.place]);
+      }
+    }
+    if constexpr (kCodes) {
+      wait_for_copies();
+      for (int block = max(0, blocks - kAhead); block < blocks; ++block) restore();
     }
     return;
   }

@@ -3,6 +3,7 @@
 #include "kernels/sparse_mla/attention_backward_wgmma.cuh"
 #include "kernels/sparse_mla/attention_forward.cuh"
 #include "kernels/sparse_mla/attention_forward_wgmma.cuh"
+#include "kernels/sparse_mla/attention_restore.cuh"
 #include "kernels/sparse_mla/sparse_mla.h"
 
 namespace slipstream::kernels {
@@ -21,10 +22,15 @@ void for_columns(int64_t width, F&& f) {
   f(std::integral_constant<int, 20>());
 }
 
-// f is called with the dtypes of activations and stores.
+// f is called with the dtypes of activations and stores; those of the backward.
+template <class F>
+void for_grad_dtypes(const Attention& args, F&& f) {
+  with_type(args.q.dtype(), [&](auto x) { with_type(args.keys.pool.dtype(), [&](auto k) { f(x, k); }); });
+}
 template <class F>
 void for_dtypes(const Attention& args, F&& f) {
-  with_type(args.q.dtype(), [&](auto x) { with_type(args.keys.pool.dtype(), [&](auto k) { f(x, k); }); });
+  if (args.keys.pool.dtype() != DType::kF8E4M3) return for_grad_dtypes(args, f);
+  with_type(args.q.dtype(), [&](auto x) { f(x, e4m3{}); });
 }
 
 template <class X, class K>
@@ -50,12 +56,12 @@ bool has_room(const Attention& args) {
          Shape::shared_bytes(key_width, value_width) <= kSharedMax;
 }
 
-template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared>
+template <int kRowTiles, int kColumnWarps, int kTiles, bool kShared, class K>
 void attend_tiles(const Attention& args, Stream& stream) {
   using Shape = MmaAttention<kRowTiles, kColumnWarps, kTiles, kShared>;
-  const AttentionView<bf16, bf16> view = view_of<bf16, bf16>(args);
+  const AttentionView<bf16, K> view = view_of<bf16, K>(args);
   const int bytes = Shape::shared_bytes(view.key_width, view.value_width);
-  const auto kernel = attend_mma<kRowTiles, kColumnWarps, kTiles, kShared>;
+  const auto kernel = attend_mma<kRowTiles, kColumnWarps, kTiles, kShared, K>;
   allow_shared(kernel, bytes);
   const dim3 grid(static_cast<unsigned>(args.q.size(0)), runs_of(args, Shape::kHeads));
   const bool query_vectors = aligned_16(args.q);
@@ -65,7 +71,8 @@ void attend_tiles(const Attention& args, Stream& stream) {
 // --- latents on Hopper ---
 
 // By heads, widths and layout, never by the batch. Sixteen heads and fewer would leave most of a tile empty.
-bool takes_latents(const Attention& args, const AttentionView<bf16, bf16>& view) {
+template <class K>
+bool takes_latents(const Attention& args, const LatentView<K>& view) {
   return view.shared && view.value_width == kLatentWidth &&
          (view.key_width == kLatentWidth || view.key_width == kLatentWidth + 64) && args.kv_heads == 1 &&
          view.heads > 16 && args.scale > 0.0f && view.vectors && aligned_16(args.q) && fours(args.o);
@@ -75,8 +82,8 @@ bool takes_latents(const Attention& args, const AttentionView<bf16, bf16>& view)
 // then and 0.074 ms otherwise. Lists without one have lengths that a graph's launches must not depend on.
 constexpr int64_t kFewQueries = 32;
 
-template <bool kRope>
-void attend_to_latents(const Attention& args, const AttentionView<bf16, bf16>& view, Stream& stream) {
+template <bool kRope, class K>
+void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream& stream) {
   constexpr float kLog2e = 1.4426950408889634f;
   const int64_t queries = args.q.size(0), runs = divide_up(view.heads, kLatentHeads);
   const int64_t blocks = args.indices.empty() ? 0 : divide_up(args.indices.size(1), kLatentKeys);
@@ -90,43 +97,53 @@ void attend_to_latents(const Attention& args, const AttentionView<bf16, bf16>& v
   Arena& workspace = stream.workspace();
   if (queries * runs > kFewQueries || blocks < 4 ||
       floats * 4 + 1024 > workspace.capacity() - workspace.used()) {
-    allow_shared(attend_latents<kRope>, kBytes);
-    attend_latents<kRope><<<grid(std::min(queries, std::max<int64_t>(multi / runs, 1)), 1), kLatentThreads,
+    allow_shared(attend_latents<kRope, K>, kBytes);
+    attend_latents<kRope, K><<<grid(std::min(queries, std::max<int64_t>(multi / runs, 1)), 1), kLatentThreads,
                             kBytes, cuda_stream(stream)>>>(view, share);
     return;
   }
   const ArenaScope scope(workspace);
   const LatentScores scores{workspace.alloc(DType::kF32, {floats}).f32(), static_cast<int>(blocks)};
   share.span = static_cast<int>(divide_up(blocks, std::max<int64_t>(multi / (queries * runs), 1)));
-  allow_shared(score_latents<kRope>, kBytes);
-  allow_shared(weigh_latents, sizeof(WeighShared));
-  score_latents<kRope><<<grid(queries, divide_up(blocks, share.span)), 256, kBytes, cuda_stream(stream)>>>(
+  allow_shared(score_latents<kRope, K>, kBytes);
+  allow_shared(weigh_latents<K>, sizeof(WeighShared));
+  score_latents<kRope, K><<<grid(queries, divide_up(blocks, share.span)), 256, kBytes, cuda_stream(stream)>>>(
       view, share, scores);
-  weigh_latents<<<grid(queries, kLatentTiles), 256, sizeof(WeighShared), cuda_stream(stream)>>>(view, share,
-                                                                                                scores);
+  weigh_latents<K><<<grid(queries, kLatentTiles), 256, sizeof(WeighShared), cuda_stream(stream)>>>(view, share,
+                                                                                                   scores);
 }
 
 // False where no tiling has room: by heads and widths alone, never by the batch.
+template <class K>
 bool attend_on_tensor_cores(const Attention& args, Stream& stream) {
-  const AttentionView<bf16, bf16> view = view_of<bf16, bf16>(args);
+  const LatentView<K> view = view_of<bf16, K>(args);
   if (takes_latents(args, view)) {
     view.key_width > kLatentWidth ? attend_to_latents<true>(args, view, stream)
                                   : attend_to_latents<false>(args, view, stream);
-  } else if (has_room<1, 4, 16, true>(args)) {
-    attend_tiles<1, 4, 16, true>(args, stream);
-  } else if (has_room<1, 4, 4, false>(args)) {
-    attend_tiles<1, 4, 4, false>(args, stream);
-  } else {
-    return false;
+    return true;
   }
-  return true;
+  if (has_room<1, 4, 16, true>(args)) {
+    attend_tiles<1, 4, 16, true, K>(args, stream);
+    return true;
+  }
+  if constexpr (sizeof(K) == 2) {
+    if (has_room<1, 4, 4, false>(args)) {
+      attend_tiles<1, 4, 4, false, K>(args, stream);
+      return true;
+    }
+  }
+  return false;
 }
 
 void forward(const Attention& args, Stream& stream) {
   if (args.q.size(0) == 0) return;
   for_dtypes(args, [&]<class X, class K>(X, K) {
-    if constexpr (sizeof(X) == 2 && sizeof(K) == 2) {
-      if (attend_on_tensor_cores(args, stream)) return;
+    if constexpr (sizeof(K) == 1) {
+      const ArenaScope scope(stream.workspace());
+      if (const std::optional<Attention> restored = restore_pages<X>(args, stream)) return forward(*restored, stream);
+    }
+    if constexpr (sizeof(X) == 2 && sizeof(K) <= 2) {
+      if (attend_on_tensor_cores<K>(args, stream)) return;
     }
     attend_plain<X, K>(args, stream);
   });
@@ -249,7 +266,7 @@ void launch_cuda<Attention>(const Attention& args, Stream& stream) {
 template <>
 void launch_cuda<AttentionBackward>(const AttentionBackward& args, Stream& stream) {
   if (args.forward.q.size(0) == 0) return;
-  for_dtypes(args.forward, [&]<class X, class K>(X, K) { backward<X, K>(args, stream); });
+  for_grad_dtypes(args.forward, [&]<class X, class K>(X, K) { backward<X, K>(args, stream); });
   check_launch("attention_backward");
 }
 

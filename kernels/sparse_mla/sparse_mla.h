@@ -1,7 +1,8 @@
 // SparseMla: multi-head latent attention in absorbed form over selected positions, or over the whole causal prefix.
 // All heads share one key row [c ; k_rope] a position, whose first "rank" values are also the value row.
 //   score = (q[t, h] · key[s]) * scale;  p = softmax over the selected s;  o[t, h] = sum over s, ascending, of p_s key[s][:rank]
-// On CUDA q, o and the gradients are f32 or bf16, all of a call alike; keys are stored in either.
+// On CUDA q, o and the gradients are f32 or bf16, all of a call alike; keys are stored in either. The forward also takes
+// keys in fp8 (latent_rows/latent_row.h): its bits are those of a store that holds their values, rounded to the dtype of q.
 // DeepSeek-V2 2024, arXiv:2405.04434; DeepSeek-V3.2 2025, arXiv:2512.02556. model-spec section 3.
 #pragma once
 
@@ -13,7 +14,7 @@ namespace slipstream::kernels {
 
 struct SparseMla {
   Tensor q;             // in   [T, h, W] f32 with W = rank + rope
-  PagedRows keys;       // in   rows of W; the rows of this batch are already written
+  PagedRows keys;       // in   rows of W, or of latent_row(rank, rope); the rows of this batch are already written
   Sequences sequences;  // T rows
   Tensor indices;       // in   [T, S] i32 positions <= the query's, ascending, counts[t] of them; absent: every position <= t
   Tensor counts;        // in   [T] i32; 0 gives o = 0 and lse = -infinity; absent when indices is

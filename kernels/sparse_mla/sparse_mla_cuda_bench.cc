@@ -1,12 +1,13 @@
 // Attention over 2048 selected latents, 64 heads, bf16, on a GPU: prefill of 4096
 // queries of one sequence and decode of many sequences. The share of the floor: of the tensor cores' time at
-// 790 TFLOP/s in prefill, of the memory's at 4.3 TB/s in decode, where every sequence has rows of its own.
-// The peer is FlashMLA on the same card (decode: its fp8 cache), as measured on its own.
+// 790 TFLOP/s in prefill, of the memory's at 4.3 TB/s in decode, where every sequence has rows of its own; rows
+// are bf16 or fp8. The peer is FlashMLA on the same card (decode: its fp8 cache), as measured on its own.
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
 #include "common/hash.h"
+#include "kernels/latent_rows/latent_rows.h"
 #include "kernels/sparse_mla/sparse_mla.h"
 #include "kernels/testing/cuda_bench.h"
 
@@ -21,7 +22,27 @@ struct Shape {
   const char* name;
   int64_t sequences, queries, rows, width;  // `queries` of each sequence, which see all its rows
   double peer_ms;
+  bool fp8 = false;
 };
+
+// The rows of a store in fp8.
+Tensor quantized(const Tensor& rows, CudaBench& bench) {
+  const LatentRow layout = latent_row(kRank, rows.size(2) - kRank);
+  const int64_t pages = rows.size(0), count = pages * kPageRows;
+  const Tensor out = bench.arena().zeros(DType::kF8E4M3, {pages, kPageRows, layout.bytes}, bench.stream());
+  std::vector<int32_t> table(static_cast<size_t>(pages));
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
+  std::vector<int32_t> begin = {0, static_cast<int32_t>(count)}, cached = {0};
+  launch(LatentWrite{.rows = rows.view({count, rows.size(2)}),
+                     .rank = kRank,
+                     .sequences = {.row_begin = bench.upload(begin.data(), DType::kI32, {2}),
+                                   .cached = bench.upload(cached.data(), DType::kI32, {1}),
+                                   .host_row_begin = Tensor(begin.data(), DType::kI32, {2}),
+                                   .host_cached = Tensor(cached.data(), DType::kI32, {1})},
+                     .store = {.pool = out, .page_table = bench.upload(table.data(), DType::kI32, {1, pages})}},
+         bench.stream());
+  return out;
+}
 
 // Ascending, without repetition, another choice for every query: one row of each of equal stretches.
 std::vector<int32_t> select(int64_t queries, int64_t rows) {
@@ -39,6 +60,7 @@ void measure(const Shape& shape, CudaBench& bench) {
   SparseMla call;
   call.q = bench.random(DType::kBf16, {queries, kHeads, shape.width});
   call.keys.pool = bench.random(DType::kBf16, {shape.sequences * pages, kPageRows, shape.width});
+  if (shape.fp8) call.keys.pool = quantized(call.keys.pool, bench);
   std::vector<int32_t> table(static_cast<size_t>(shape.sequences * pages)), begin, cached;
   for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(table.size() - 1 - i);
   call.keys.page_table = bench.upload(table.data(), DType::kI32, {shape.sequences, pages});
@@ -57,14 +79,15 @@ void measure(const Shape& shape, CudaBench& bench) {
   call.lse = bench.arena().zeros(DType::kF32, {queries, kHeads}, bench.stream());
 
   const double flops = 2.0 * static_cast<double>(queries * kHeads * kSelected * (shape.width + kRank));
-  const double bytes = 2.0 * static_cast<double>(queries) *
-                       static_cast<double>(kSelected * shape.width + kHeads * (shape.width + kRank));
+  const int64_t row_bytes = call.keys.pool.size(2) * size_of(call.keys.pool.dtype());
+  const double bytes = static_cast<double>(queries) *
+                       static_cast<double>(kSelected * row_bytes + 2 * kHeads * (shape.width + kRank));
   const bool prefill = shape.queries > 1;
   const double floor = prefill ? flops / 790e9 : bytes / 4.3e9;
   for (int round = 0; round < 2; ++round) {
     const double ms = bench.milliseconds([&](int) { launch(call, bench.stream()); }, prefill ? 10 : 50);
-    std::printf("%-22s key %lld  %8.4f ms %6.0f TFLOP/s %6.0f GB/s  floor %.2f  peer %.4f ms  ratio %.2f\n",
-                shape.name, static_cast<long long>(shape.width), ms, flops / ms * 1e-9, bytes / ms * 1e-6,
+    std::printf("%-22s key %lld %s  %8.4f ms %6.0f TFLOP/s %6.0f GB/s  floor %.2f  peer %.4f ms  ratio %.2f\n",
+                shape.name, static_cast<long long>(shape.width), shape.fp8 ? "fp8 " : "bf16", ms, flops / ms * 1e-9, bytes / ms * 1e-6,
                 floor / ms, shape.peer_ms, ms / shape.peer_ms);
   }
 }
@@ -79,6 +102,18 @@ CUDA_BENCH(sparse_mla) {
       {"decode, batch 128", 128, 1, 8192, 576, 0.111},    {"decode, batch 256", 256, 1, 8192, 576, 0.2185},
       {"decode, batch 128", 128, 1, 8192, 512, 0.111}};
   for (const Shape& shape : shapes) measure(shape, bench);
+  for (const int64_t width : {576, 512}) {
+    const Shape fp8[] = {{"prefill, 8K rows", 1, 4096, 8192, width, 1.77, true},
+                         {"prefill, 128K rows", 1, 4096, 131072, width, 2.24, true},
+                         {"prefill of 512, 128K", 1, 512, 131072, width, 0.28, true},
+                         {"decode, batch 1", 1, 1, 8192, width, 0.0167, true},
+                         {"decode, batch 16", 16, 1, 8192, width, 0.0273, true},
+                         {"decode, batch 32", 32, 1, 8192, width, 0.0400, true},
+                         {"decode, batch 64", 64, 1, 8192, width, 0.0735, true},
+                         {"decode, batch 128", 128, 1, 8192, width, 0.111, true},
+                         {"decode, batch 256", 256, 1, 8192, width, 0.2185, true}};
+    for (const Shape& shape : fp8) measure(shape, bench);
+  }
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Goal: on CUDA launch() is reference() within tolerance, forward and backward, for ragged, paged, selected,
 // empty, odd and real shapes in f32 and bf16; a token's bits do not depend on how its sequence is cut into
 // calls, on its neighbours, on the pages, on the workspace, or on whether its prefix is given by absent or
-// explicit indices; NaN stays with those who see it.
+// explicit indices; a store of fp8 latents gives the bits of one that holds their values, whether rows are restored one by
+// one or pages first; NaN stays with those who see it.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -378,6 +379,91 @@ TEST_P(SparseMlaCudaLong, EqualsReference) {
   expect_close_lse(call.lse, expected.lse, DType::kBf16);
   device.expect_fences_intact();
 }
+
+// --- fp8 latents ---
+
+// The call on keys in fp8, and the same on the values that those have.
+SparseMla with_latents(TensorPool& pool, const SparseMla& host) {
+  SparseMla call = host;
+  call.keys = testing::latent_store(pool, host.keys, host.o.size(2));
+  return call;
+}
+SparseMla with_restored(TensorPool& pool, const SparseMla& latents, DType dtype) {
+  SparseMla call = latents;
+  const int64_t rank = latents.o.size(2);
+  call.keys = testing::restored_store(pool, latents.keys, latent_row(rank, latents.q.size(2) - rank), dtype);
+  return call;
+}
+
+class SparseMlaCudaLatents : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<size_t, DType>> {};
+
+TEST_P(SparseMlaCudaLatents, HaveTheBitsOfTheirValues) {
+  const auto [index, dtype] = GetParam();
+  const Shape& shape = index < std::size(kShapes) ? kShapes[index] : kLongShapes[index - std::size(kShapes)];
+  TensorPool pool(21);
+  CudaPool device;
+  const World world(pool, shape, dtype, dtype);
+  const SparseMla host = with_latents(pool, world.call(pool, testing::whole_sequences(shape.lengths), 2));
+  const SparseMla plain = on_cuda(device, with_restored(pool, host, dtype), dtype);
+  launch(plain, cuda_stream());
+  const SparseMla pages = on_cuda(device, host, dtype);
+  launch(pages, cuda_stream());
+  testing::expect_same_bits_on_device(pages.o, plain.o);
+  testing::expect_same_bits_on_device(pages.lse, plain.lse);
+  {
+    // No room for pages: rows are restored where they are read.
+    Arena& workspace = cuda_stream().workspace();
+    const ArenaScope scope(workspace);
+    workspace.alloc(DType::kF8E4M3, {workspace.capacity() - workspace.used() - 1024});
+    const SparseMla rows = on_cuda(device, host, dtype);
+    launch(rows, cuda_stream());
+    testing::expect_same_bits_on_device(rows.o, plain.o);
+    testing::expect_same_bits_on_device(rows.lse, plain.lse);
+  }
+  // Decode steps and other pieces.
+  for (const int64_t length : {1, 2, 33, 49}) {
+    std::vector<Piece> pieces;
+    for (size_t b = 0; b < shape.lengths.size(); ++b) {
+      const int64_t end = shape.lengths[b];
+      pieces.push_back({static_cast<int64_t>(b), std::max<int64_t>(end - length, 0), end});
+    }
+    const SparseMla call = on_cuda(device, with_latents(pool, world.call(pool, pieces, 3)), dtype);
+    launch(call, cuda_stream());
+    expect_same_tokens(call, world, pieces, plain);
+  }
+  // More steps of decode at once than are shared out over multiprocessors.
+  if (world.tokens > 0) {
+    std::vector<Piece> pieces;
+    for (int64_t i = 0; i < 40; ++i) pieces.push_back({0, shape.lengths[0] - 1, shape.lengths[0]});
+    const SparseMla call = on_cuda(device, with_latents(pool, world.call(pool, pieces, 4)), dtype);
+    launch(call, cuda_stream());
+    expect_same_tokens(call, world, pieces, plain);
+  }
+  device.expect_fences_intact();
+}
+
+TEST_P(SparseMlaCudaLatents, EqualReference) {
+  const auto [index, dtype] = GetParam();
+  const Shape& shape = index < std::size(kShapes) ? kShapes[index] : kLongShapes[index - std::size(kShapes)];
+  TensorPool pool(22);
+  CudaPool device;
+  const World world(pool, shape, dtype, dtype);
+  std::vector<Piece> pieces;
+  for (size_t b = 0; b < shape.lengths.size(); ++b) {
+    const int64_t end = shape.lengths[b];
+    pieces.push_back({static_cast<int64_t>(b), std::max<int64_t>(end - 9, 0), end});
+  }
+  const SparseMla expected = with_latents(pool, world.call(pool, pieces, 2));
+  const SparseMla call = on_cuda(device, expected, dtype);
+  launch(call, cuda_stream());
+  reference(expected);
+  testing::expect_close(call.o, expected.o);
+  expect_close_lse(call.lse, expected.lse, dtype);
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SparseMlaCudaLatents,
+                         ::testing::Combine(::testing::Range(size_t{0}, std::size(kShapes) + std::size(kLongShapes)),
+                                            ::testing::Values(DType::kF32, DType::kBf16)));
 
 INSTANTIATE_TEST_SUITE_P(Shapes, SparseMlaCudaLong, ::testing::Range(size_t{0}, std::size(kLongShapes)));
 

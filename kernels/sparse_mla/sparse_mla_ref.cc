@@ -2,6 +2,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/latent_rows/latent_rows.h"
 #include "kernels/sparse_mla/attention.h"
 #include "kernels/sparse_mla/attention_ref.h"
 #include "kernels/sparse_mla/sparse_mla.h"
@@ -31,9 +32,12 @@ absl::Status expect_selection(const Operands& op, const Tensor& indices, const T
   return absl::OkStatus();
 }
 
-// Row p of sequence b.
-std::vector<float> key_row(const PagedRows& keys, int64_t b, int64_t p) {
-  return stored_row(keys, b, p, 0, keys.width());
+// Row p of sequence b; of fp8 latents, the values of this layout.
+std::vector<float> key_row(const PagedRows& keys, int64_t b, int64_t p, const LatentRow& latents = {}) {
+  if (keys.pool.dtype() != DType::kF8E4M3) return stored_row(keys, b, p, 0, keys.width());
+  std::vector<float> row(static_cast<size_t>(latents.rank + latents.rope));
+  read_latent_row(latents, keys.pool.data<e4m3>() + keys.offset(b, p), 0, latents.rank + latents.rope, row.data());
+  return row;
 }
 
 // The positions query t of sequence b attends to.
@@ -58,7 +62,6 @@ absl::Status expect_attention(const Operands& op, const Args& args) {
   RETURN_IF_ERROR(expect_supported(op, on_host(args.q) || width <= kAttentionWidthCuda,
                                    "q: rows wider than 640 on CUDA"));
   RETURN_IF_ERROR(expect_sequences(op, args.sequences, tokens));
-  RETURN_IF_ERROR(expect_paged(op, "keys", args.keys, args.sequences, width));
   return expect_selection(op, args.indices, args.counts, args.sequences, tokens);
 }
 
@@ -67,6 +70,10 @@ absl::Status expect_attention(const Operands& op, const Args& args) {
 absl::Status validate(const SparseMla& args) {
   const Operands op("sparse_mla");
   RETURN_IF_ERROR(expect_attention(op, args));
+  const int64_t width = args.q.size(2), rank = args.o.size(2);
+  RETURN_IF_ERROR(args.keys.pool.dtype() == DType::kF8E4M3
+                      ? expect_latent_rows(op, "keys", args.keys, args.sequences, latent_row(rank, width - rank))
+                      : expect_paged(op, "keys", args.keys, args.sequences, width));
   if (args.lse.empty()) return absl::OkStatus();
   return expect_tensor(op, "lse", args.lse, DType::kF32, {args.q.size(0), args.q.size(1)});
 }
@@ -74,6 +81,7 @@ absl::Status validate(const SparseMla& args) {
 absl::Status validate(const SparseMlaBackward& args) {
   const Operands op("sparse_mla_backward");
   RETURN_IF_ERROR(expect_attention(op, args));
+  RETURN_IF_ERROR(expect_paged(op, "keys", args.keys, args.sequences, args.q.size(2)));
   RETURN_IF_ERROR(expect_whole(op, args.sequences));
   const int64_t tokens = args.q.size(0), heads = args.q.size(1), width = args.q.size(2), rank = args.o.size(2);
   RETURN_IF_ERROR(expect_tensor(op, "lse", args.lse, DType::kF32, {tokens, heads}));
@@ -85,18 +93,20 @@ absl::Status validate(const SparseMlaBackward& args) {
 void reference(const SparseMla& args) {
   CHECK_OK(validate(args));
   const int64_t heads = args.q.size(1), width = args.q.size(2), rank = args.o.size(2);
+  const LatentRow latents = latent_row(rank, width - rank);
   for (int64_t b = 0; b < args.sequences.count(); ++b) {
     for (int64_t t = args.sequences.begin(b); t < args.sequences.end(b); ++t) {
       const std::vector<int64_t> positions = selection(args.sequences, args.indices, args.counts, b, t);
       for (int64_t head = 0; head < heads; ++head) {
         std::vector<double> p;
         for (int64_t s : positions) {
-          p.push_back(dot_product(args.q.row(t, head), key_row(args.keys, b, s).data(), width) * args.scale);
+          p.push_back(dot_product(args.q.row(t, head), key_row(args.keys, b, s, latents).data(), width) *
+                      args.scale);
         }
         const double lse = softmax(p);
         std::vector<double> o(static_cast<size_t>(rank), 0.0);
         for (size_t i = 0; i < positions.size(); ++i) {
-          const std::vector<float> key = key_row(args.keys, b, positions[i]);
+          const std::vector<float> key = key_row(args.keys, b, positions[i], latents);
           for (size_t r = 0; r < o.size(); ++r) o[r] += p[i] * key[r];
         }
         std::copy(o.begin(), o.end(), args.o.row(t, head));

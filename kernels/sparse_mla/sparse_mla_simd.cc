@@ -24,9 +24,10 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();  // log of a
 
 // One head of a paged store, seen by one group.
 struct KeySource {
-  KeySource(const PagedRows& rows, const AttentionGroup& g, int64_t head_width)
+  KeySource(const PagedRows& rows, const LatentRow& layout, const AttentionGroup& g, int64_t head_width)
       : pool(rows.pool.raw()),
-        is_bf16(rows.pool.dtype() == DType::kBf16),
+        dtype(rows.pool.dtype()),
+        latents(layout),
         page_stride(rows.pool.stride(0)),
         row_stride(rows.pool.stride(1)),
         pages(rows.page_table.i32() + g.sequence * rows.page_table.stride(0)),
@@ -36,7 +37,8 @@ struct KeySource {
         size(g.keys()) {}
 
   const void* pool;
-  bool is_bf16;
+  DType dtype;
+  const LatentRow& latents;  // of e4m3 rows
   int64_t page_stride, row_stride;
   const int32_t* pages;
   int64_t column, width;
@@ -47,8 +49,8 @@ struct KeySource {
     const int64_t position = selection == nullptr ? i : selection[i];
     return pages[position / kPageRows] * page_stride + position % kPageRows * row_stride + column;
   }
-  // Rows are read where they lie unless they are bf16 or could end inside a step of a dot product.
-  bool in_place() const { return !is_bf16 && width % kChains == 0; }
+  // Rows are read where they lie if they are f32 and cannot end inside a step of a dot product.
+  bool in_place() const { return dtype == DType::kF32 && width % kChains == 0; }
   int64_t copy_stride() const { return (width + kLanes - 1) / kLanes * kLanes; }
   float* copies(Worker& worker) const {
     return in_place() ? nullptr : worker.scratch<float>(kAttentionBlock * copy_stride());
@@ -73,13 +75,15 @@ HWY_INLINE void gather_rows(const KeySource& source, int64_t first, int64_t coun
   }
   for (int64_t j = 0; j < count; ++j) {
     float* row = copies + j * source.copy_stride();
-    const int64_t offset = source.offset(first + j) + begin;
-    if (source.is_bf16) {
-      const bf16* from = static_cast<const bf16*>(source.pool) + offset;
+    const int64_t offset = source.offset(first + j);
+    if (source.dtype == DType::kBf16) {
+      const bf16* from = static_cast<const bf16*>(source.pool) + offset + begin;
       for_lanes(end - begin,
                 [&](int64_t i, auto chunk) HWY_ATTR { chunk.store(chunk.load(from + i), row + begin + i); });
+    } else if (source.dtype == DType::kF8E4M3) {
+      read_latent_row(source.latents, static_cast<const e4m3*>(source.pool) + offset, begin, end, row + begin);
     } else {
-      std::copy_n(static_cast<const float*>(source.pool) + offset, end - begin, row + begin);
+      std::copy_n(static_cast<const float*>(source.pool) + offset + begin, end - begin, row + begin);
     }
     for (int64_t i = end; i % kChains != 0; ++i) row[i] = 0.0f;
     out.rows[j] = row;
@@ -211,7 +215,7 @@ HWY_INLINE bool same_rows(const KeySource& keys, const KeySource& values) {
 void attend_group(const Attention& args, const AttentionGroup& g, Worker& worker) {
   constexpr int64_t kStride = kAttentionBlock | kLanes;  // an odd number of cache lines
   const int64_t rank = args.o.size(2);
-  const KeySource keys(args.keys, g, args.q.size(2)), values(args.values, g, rank);
+  const KeySource keys(args.keys, args.latents, g, args.q.size(2)), values(args.values, args.latents, g, rank);
   const bool shared = same_rows(keys, values);
   const float* packed = pack_group(args.q, g, keys.width, worker);
   float* s = worker.scratch<float>(g.rows() * kStride);
@@ -243,7 +247,7 @@ void attend_group(const Attention& args, const AttentionGroup& g, Worker& worker
 // The same group in three steps that can each be split: scores of entries [begin, end) ...
 void split_scores(const Attention& args, const AttentionGroup& g, int64_t begin, int64_t end, float* s,
                   Worker& worker) {
-  const KeySource keys(args.keys, g, args.q.size(2));
+  const KeySource keys(args.keys, args.latents, g, args.q.size(2));
   const float* packed = pack_group(args.q, g, keys.width, worker);
   float* copies = keys.copies(worker);
   KeyRows rows;
@@ -272,7 +276,7 @@ void split_softmax(const Attention& args, const AttentionGroup& g, int64_t begin
 // ... and columns [begin, end) of o.
 void split_outputs(const Attention& args, const AttentionGroup& g, const float* s, const float* sums,
                    const float* rescale, int64_t begin, int64_t end, Worker& worker) {
-  const KeySource values(args.values, g, args.o.size(2));
+  const KeySource values(args.values, args.latents, g, args.o.size(2));
   float* copies = values.copies(worker);
   float* o[kRowsMax];
   group_rows(args.o, g, o);
@@ -292,7 +296,8 @@ void split_outputs(const Attention& args, const AttentionGroup& g, const float* 
 void backward_group(const AttentionBackward& args, const AttentionGroup& g, float* tiles, Worker& worker) {
   const Attention& forward = args.forward;
   const int64_t rank = forward.o.size(2), rows = g.rows();
-  const KeySource keys(forward.keys, g, forward.q.size(2)), values(forward.values, g, rank);
+  const KeySource keys(forward.keys, forward.latents, g, forward.q.size(2)),
+      values(forward.values, forward.latents, g, rank);
   const bool shared = same_rows(keys, values);
   const float* packed_q = pack_group(forward.q, g, keys.width, worker);
   const float* packed_d_o = pack_group(args.d_o, g, rank, worker);
@@ -559,9 +564,11 @@ void attend_backward(const AttentionBackward& args, Stream& stream) {
 
 void launch(const SparseMla& args, Stream& stream) {
   CHECK_OK(validate(args));
+  const int64_t rank = args.o.size(2);
   attend({.q = args.q,
           .keys = args.keys,
           .values = args.keys,
+          .latents = latent_row(rank, args.q.size(2) - rank),
           .sequences = args.sequences,
           .kv_heads = 1,
           .indices = args.indices,

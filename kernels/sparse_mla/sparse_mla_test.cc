@@ -1,6 +1,7 @@
 // Goal: launch() equals reference() for ragged, paged, selected, empty and oddly shaped batches; a token's
 // bits do not depend on how its sequence was cut into calls, on its neighbours, on the pages, on the threads,
-// or on whether its prefix is given by absent or explicit indices; the backward is the derivative and repeats
+// or on whether its prefix is given by absent or explicit indices; a store of fp8 latents gives the bits of one that holds
+// their values; the backward is the derivative and repeats
 // its bits on any number of threads; bad arguments are refused by name.
 #include "kernels/sparse_mla/sparse_mla.h"
 
@@ -247,6 +248,66 @@ TEST(SparseMlaTest, ExplicitPrefixHasTheBitsOfAbsentIndices) {
   }
 }
 
+// The call on keys in fp8, and the same on the values that those have.
+struct LatentCalls {
+  SparseMla latents, plain;
+};
+LatentCalls with_latents(TensorPool& pool, const SparseMla& call) {
+  const int64_t rank = call.o.size(2);
+  LatentCalls out{call, call};
+  out.latents.keys = testing::latent_store(pool, call.keys, rank);
+  out.plain.keys =
+      testing::restored_store(pool, out.latents.keys, latent_row(rank, call.q.size(2) - rank), DType::kF32);
+  out.plain.o = pool.output(DType::kF32, {call.o.size(0), call.o.size(1), rank});
+  out.plain.lse = pool.output(DType::kF32, {call.o.size(0), call.o.size(1)});
+  return out;
+}
+
+TEST(SparseMlaTest, Fp8LatentsHaveTheBitsOfTheirValues) {
+  for (const Shape shape : {Shape{1, 1, 0}, Shape{3, 24, 8}, Shape{5, 33, 6}, Shape{8, 64, 0}, Shape{13, 130, 16},
+                            Shape{2, 512, 64}, Shape{100, 20, 5}}) {
+    for (const int64_t topk : {0, 24}) {
+      for (const DType dtype : {DType::kF32, DType::kBf16}) {
+        TensorPool pool(13);
+        const World world(pool, shape, {3, longest_of(shape), 1, 90}, topk, dtype);
+        const LatentCalls all = with_latents(pool, make_call(pool, world, whole(world), 1));
+        launch(all.latents, test_stream());
+        launch(all.plain, test_stream());
+        expect_same_bits(all.latents.o, all.plain.o);
+        expect_same_bits(all.latents.lse, all.plain.lse);
+        // Pieces, among them single tokens.
+        const int64_t longest = longest_of(shape);
+        const std::vector<Piece> pieces{{0, 0, 3}, {1, longest - 1, longest}, {2, 1, 1}, {3, 80, 90}};
+        const LatentCalls part = with_latents(pool, make_call(pool, world, pieces, 2));
+        launch(part.latents, single_thread_stream());
+        expect_same_tokens(part.latents, world, pieces, all.latents);
+        reference(part.plain);
+        testing::expect_near(part.latents.o, part.plain.o, testing::tolerance(dtype));
+        SparseMla expected = part.latents;
+        expected.o = part.plain.o, expected.lse = part.plain.lse;
+        reference(expected);
+        testing::expect_near(part.latents.o, expected.o, testing::tolerance(dtype));
+        testing::expect_near(part.latents.lse, expected.lse, testing::tolerance(dtype));
+        pool.expect_fences_intact();
+      }
+    }
+  }
+}
+
+// Decode steps that are split over threads by keys and columns.
+TEST(SparseMlaTest, SplitDecodeOfFp8LatentsHasTheBitsOfPrefill) {
+  TensorPool pool(14);
+  const World world(pool, {8, 160, 16}, {2500}, 0, DType::kBf16);
+  const SparseMla prefill = with_latents(pool, make_call(pool, world, {{0, 2480, 2500}}, 1)).latents;
+  launch(prefill, single_thread_stream());
+  for (Stream* stream : {&test_stream(), &single_thread_stream()}) {
+    const SparseMla decode = with_latents(pool, make_call(pool, world, {{0, 2499, 2500}}, 2)).latents;
+    launch(decode, *stream);
+    expect_same_bits(decode.o, prefill.o.slice(0, 19, 20));
+    expect_same_bits(decode.lse, prefill.lse.slice(0, 19, 20));
+  }
+}
+
 TEST(SparseMlaTest, NanStaysWithTheQueriesThatSeeIt) {
   TensorPool pool(6);
   const World world(pool, {3, 24, 8}, {40, 30}, 0, DType::kF32);
@@ -369,6 +430,13 @@ TEST(SparseMlaTest, RefusesByName) {
   EXPECT_TRUE(validate(bad).ok());
   EXPECT_EQ(validate(make_backward(good, good.o, good.q, pool.output(DType::kF32, {15, 12}))).message(),
             "sparse_mla_backward: every sequence must be whole: cached == 0");
+  SparseMla latents = good;
+  latents.keys = testing::latent_store(pool, good.keys, 8);
+  EXPECT_TRUE(validate(latents).ok());
+  EXPECT_EQ(validate(make_backward(latents, good.o, good.q, pool.output(DType::kF32, {15, 12}))).message(),
+            "sparse_mla_backward: keys: f8_e4m3 [3, 64, 48], expected f32 or bf16 [*, 64, 12]");
+  latents.o = pool.output(DType::kF32, {15, 2, 12});
+  EXPECT_EQ(validate(latents).message(), "sparse_mla: keys: f8_e4m3 [3, 64, 48], expected f8_e4m3 [*, 64, 32]");
 }
 
 }  // namespace

@@ -95,6 +95,36 @@ PagedRows store_pieces(TensorPool& pool, const Tensor& rows, const Lengths& leng
   return store;
 }
 
+PagedRows latent_store(TensorPool& pool, const PagedRows& plain, int64_t rank) {
+  const LatentRow layout = latent_row(rank, plain.width() - rank);
+  const int64_t rows = plain.pool.size(0) * kPageRows;
+  const Tensor values = pool.zeros(DType::kF32, {rows, plain.width()});
+  for (int64_t i = 0; i < values.numel(); ++i) {
+    values.f32()[i] = plain.pool.dtype() == DType::kBf16 ? to_f32(plain.pool.bf()[i]) : plain.pool.f32()[i];
+  }
+  const PagedRows out{.pool = pool.output(DType::kF8E4M3, {plain.pool.size(0), kPageRows, layout.bytes}),
+                      .page_table = plain.page_table};
+  for (int64_t r = 0; r < rows; ++r) write_latent_row(layout, values.row(r), out.pool.data<e4m3>() + r * layout.bytes);
+  return out;
+}
+
+PagedRows restored_store(TensorPool& pool, const PagedRows& latents, const LatentRow& layout, DType dtype) {
+  const int64_t width = layout.rank + layout.rope, rows = latents.pool.size(0) * kPageRows;
+  const Tensor values = pool.zeros(DType::kF32, {rows, width});
+  for (int64_t r = 0; r < rows; ++r) {
+    read_latent_row(layout, latents.pool.data<e4m3>() + r * layout.bytes, 0, width, values.row(r));
+  }
+  const PagedRows out{.pool = pool.output(dtype, {latents.pool.size(0), kPageRows, width}), .page_table = latents.page_table};
+  for (int64_t i = 0; i < values.numel(); ++i) {
+    if (dtype == DType::kBf16) {
+      out.pool.bf()[i] = to_bf16(values.f32()[i]);
+    } else {
+      out.pool.f32()[i] = values.f32()[i];
+    }
+  }
+  return out;
+}
+
 void expect_same_tokens(const Tensor& part, const Lengths& lengths, const std::vector<Piece>& pieces,
                         const Tensor& whole) {
   int64_t row = 0;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/latent_rows/latent_row.h"
 #include "kernels/sequences.h"
 #include "kernels/testing/op_test.h"
 
@@ -39,6 +40,11 @@ void copy_pieces(const Tensor& whole, const Lengths& lengths, const std::vector<
 // by `seed`; two are left over. Rows that no call may read are NaN.
 PagedRows store_pieces(TensorPool& pool, const Tensor& rows, const Lengths& lengths, const std::vector<Piece>& pieces,
                        uint64_t seed);
+
+// A store of the same rows in fp8, as LatentWrite keeps f32 or bf16 rows of rank + rope; and one of the values that such
+// rows have, rounded to `dtype`. On the host; they share the page table.
+PagedRows latent_store(TensorPool& pool, const PagedRows& plain, int64_t rank);
+PagedRows restored_store(TensorPool& pool, const PagedRows& latents, const LatentRow& layout, DType dtype);
 
 // The rows of `part`, a call's output, have the bits of the same tokens' rows in `whole`.
 void expect_same_tokens(const Tensor& part, const Lengths& lengths, const std::vector<Piece>& pieces,

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/latent_rows/latent_rows.h"
 #include "kernels/paged_rows/paged_rows.h"
 #include "kernels/rmsnorm/rmsnorm.h"
 #include "kernels/rope/rope.h"
@@ -54,7 +55,12 @@ Tensor Mla::forward(const Weights& w, const Tensor& x, const LayerCache& cache, 
                   step.stream);
   if (config_.rope > 0) rotate(k_rope.split_last(1), /*inverse=*/false, step);
   s.keys = {cache.keys, step.batch.token_pages};
-  kernels::launch(kernels::PagedWrite{.rows = rows, .sequences = step.batch.sequences, .store = s.keys}, step.stream);
+  if (cache.keys.dtype() == kernels::DType::kF8E4M3) {
+    kernels::launch(kernels::LatentWrite{.rows = rows, .rank = rank, .sequences = step.batch.sequences, .store = s.keys},
+                    step.stream);
+  } else {
+    kernels::launch(kernels::PagedWrite{.rows = rows, .sequences = step.batch.sequences, .store = s.keys}, step.stream);
+  }
 
   if (mode_ == IndexerMode::kFull && !replayed) {
     indexer_.forward(w.indexer, x, s.q_resid, cache, selection, step);

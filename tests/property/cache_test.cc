@@ -31,6 +31,24 @@ TEST(CacheTest, CountsPagesAndGivesThemBack) {
   EXPECT_EQ(cache->free(child).code(), absl::StatusCode::kNotFound);
 }
 
+TEST(CacheTest, Fp8LatentsTakeLessAndNeedLatentAttention) {
+  const auto bytes = [](bool fp8_latents) {
+    const auto cache = *Cache::create(testing::test_config("glm_moe_dsa"),
+                                      {.tokens = 640, .sequences = 2, .dtype = kernels::DType::kF32, .fp8_latents = fp8_latents});
+    const int64_t id = *cache->open();
+    CHECK_OK(cache->reserve(id, 640));
+    cache->advance(id, 640);
+    for (const LayerCache& layer : cache->layers()) {
+      EXPECT_EQ(layer.keys.dtype(), fp8_latents ? kernels::DType::kF8E4M3 : kernels::DType::kF32);
+    }
+    return cache->usage().bytes_used;
+  };
+  EXPECT_LT(bytes(true), bytes(false));
+  const absl::Status status =
+      Cache::create(testing::test_config("glm4_moe"), {.tokens = 64, .sequences = 1, .fp8_latents = true}).status();
+  EXPECT_EQ(status.message(), "cache fp8_latents: true, expected false for a model without latent attention");
+}
+
 TEST(CacheTest, SaysNoWhenFullAndChangesNothing) {
   const auto cache = cache_of("glm_moe_dsa", 128, 2);
   const int64_t a = *cache->open(), b = *cache->open();

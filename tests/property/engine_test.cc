@@ -54,7 +54,7 @@ class Bench {
     model::Step step{*stream_, arena_, *prepared};
     step.scales = &store.scales();
     model::SavedForward saved;
-    model::ForwardOptions options;
+    model::ForwardOptions options{.fp8_latents = fp8_latents};
     model::Choices choices;
     if (replay != nullptr) {
       const model::ReplayKinds kinds{.experts = true, .selections = true};
@@ -63,7 +63,7 @@ class Bench {
       options.replay = &choices;
     }
     const Tensor hidden =
-        model_->forward(store.tensors(), step, replay != nullptr ? nullptr : &saved, options);
+        model_->forward(store.tensors(), step, replay != nullptr || fp8_latents ? nullptr : &saved, options);
     const Tensor targets = step.ints({rows});
     std::copy(ids.begin() + 1, ids.end(), targets.i32());
     const Tensor out = model_->log_probs(store.tensors(), hidden, targets, temperature, false, step).logprob;
@@ -72,6 +72,7 @@ class Bench {
 
   model::ModelConfig config;
   std::vector<Engine::Weights> weights;
+  bool fp8_latents = false;  // of logprobs()
   Metrics metrics;
 
  private:
@@ -309,6 +310,43 @@ TEST(EngineTest, StartsFromTheCodesOfAnFp8Checkpoint) {
     ASSERT_FALSE(bench.weights[0]->scales().empty());
     expect_fp8_bits(bench, trainers.store);
   }
+}
+
+// With fp8_latents the bits are those of one forward with fp8 latent rows, whatever the batches, pieces and preemptions, with
+// fp8 weights or without; the trainer's are others.
+TEST(EngineTest, Fp8LatentsLogprobsAreThoseOfFp8Latents) {
+  for (const auto& [name, dtype, fp8_weights] : {std::tuple("glm5_next", DType::kF32, false),
+                                                 std::tuple("glm5_next", DType::kBf16, true),
+                                                 std::tuple("glm_moe_dsa", DType::kBf16, false)}) {
+    Bench bench(name, dtype, 1);
+    const std::unique_ptr<Engine> engine =
+        bench.engine({.threads = 2, .max_running = 4, .step_tokens_max = 16, .cache_tokens = 320,
+                      .prefix_sessions_max = 0, .fp8_weights = fp8_weights, .fp8_latents = true});
+    std::vector<std::vector<int32_t>> prompts;
+    std::vector<std::shared_ptr<RecordingSink>> sinks;
+    for (int r = 0; r < 6; ++r) {
+      prompts.push_back(model::testing::test_tokens(bench.config, 5 + r * 31 % 90, 40 + static_cast<uint64_t>(r)));
+      sinks.push_back(submit(*engine, request_of(absl::StrCat("r", r), prompts.back(), 60)));
+    }
+    for (const auto& sink : sinks) ASSERT_TRUE(sink->wait().ok());
+    EXPECT_GT(engine->status().preemptions, 0);
+    if (fp8_weights) bench.use_fp8();
+    const std::vector<float> trainers =
+        bench.logprobs(joined(prompts[1], sinks[1]->ids()), *bench.weights[0], /*temperature=*/0.8f);
+    EXPECT_NE(sinks[1]->tokens[9].logprob, trainers[prompts[1].size() + 8]) << name;
+    bench.fp8_latents = true;
+    for (size_t r = 0; r < sinks.size(); ++r) {
+      EXPECT_EQ(expect_trainers_bits(bench, prompts[r], *sinks[r], 0.8f), 60) << name;
+    }
+  }
+}
+
+TEST(EngineTest, Fp8LatentsNeedLatentAttention) {
+  Bench bench("glm4_moe", DType::kF32, 1);
+  const absl::Status status = Engine::create({.fp8_latents = true}, bench.config, bench.weights[0], 0, bench.metrics,
+                                             quiet_logger()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "rollout.fp8_latents: true, expected false for a model without latent attention");
 }
 
 // Case C9: the engine goes from 3 to 4 after 2 of 5 tokens.

@@ -1,6 +1,6 @@
 // Goal: a token's log-prob has the same bits however its sequence reaches the model: in one prefill, in pieces, token by
 // token, in a batch with others, as a training forward, with a forked cache, from panels of the weights or without, on one
-// thread or two; for every family, in fp32 and bf16, and with linear layers in fp8. On a CUDA device too, where there is one:
+// thread or two; for every family, in fp32 and bf16, and with linear layers or latent rows in fp8. On a CUDA device too, where there is one:
 // then activations are bf16 with the weights.
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,8 @@ using testing::TestModel;
 
 constexpr int64_t kLength = 300;
 
-enum class Where { kCpu, kCpuFp8, kCuda, kCudaFp8 };
+// Fp8: weights of linear layers. Latents: cached latent rows in fp8, and in a bf16 model these weights too.
+enum class Where { kCpu, kCpuFp8, kCpuLatents, kCuda, kCudaFp8, kCudaLatents };
 
 kernels::Stream* cuda_stream() {  // null without a device
   static const absl::StatusOr<std::unique_ptr<kernels::Stream>> stream = kernels::Stream::create_cuda(0);
@@ -59,7 +60,8 @@ std::vector<std::vector<float>> run(TestModel& m, const std::vector<Piece>& piec
   CHECK_OK(prepared.status());
   Step step{stream, m.arena, *prepared, panels, cuda ? m.loaded.store.dtype() : DType::kF32, &m.loaded.store.scales()};
   SavedForward saved;
-  const Tensor hidden = m.model->forward(m.weights(), step, training ? &saved : nullptr);
+  const Tensor hidden = m.model->forward(m.weights(), step, training ? &saved : nullptr,
+                                         {.fp8_latents = m.fp8_latents && cache == nullptr});
   const Tensor logprob = m.model->log_probs(m.weights(), hidden, step.upload(targets), 1.0f, false, step).logprob;
   std::vector<std::vector<float>> out;
   const std::vector<float> values = host_values<float>(logprob, stream);
@@ -82,7 +84,8 @@ Piece piece_of(const std::vector<int32_t>& tokens, int64_t begin, int64_t end, i
 
 std::unique_ptr<Cache> make_cache(const TestModel& m, int64_t tokens = 8192, int64_t sequences = 20) {
   const bool cuda = m.arena.device().kind == kernels::DeviceKind::kCuda;
-  return *Cache::create(m.config(), {.tokens = tokens, .sequences = sequences, .dtype = m.loaded.store.dtype()},
+  return *Cache::create(m.config(), {.tokens = tokens, .sequences = sequences, .dtype = m.loaded.store.dtype(),
+                                    .fp8_latents = m.fp8_latents},
                         cuda ? cuda_stream() : nullptr);
 }
 
@@ -100,9 +103,13 @@ class InvarianceTest : public ::testing::TestWithParam<std::tuple<std::string, D
   InvarianceTest() : m_(make_test_model(std::get<0>(GetParam()), std::get<1>(GetParam()))) {}
 
   Where where() const { return std::get<2>(GetParam()); }
-  bool cuda() const { return where() == Where::kCuda || where() == Where::kCudaFp8; }
-  bool fp8() const { return where() == Where::kCpuFp8 || where() == Where::kCudaFp8; }
+  bool cuda() const { return where() >= Where::kCuda; }
+  bool latents() const { return where() == Where::kCpuLatents || where() == Where::kCudaLatents; }
+  bool fp8() const {
+    return where() == Where::kCpuFp8 || where() == Where::kCudaFp8 || (latents() && std::get<1>(GetParam()) == DType::kBf16);
+  }
   void SetUp() override {
+    m_.fp8_latents = latents();
     if (cuda()) {
       if (cuda_stream() == nullptr) GTEST_SKIP() << kernels::Stream::create_cuda(0).status().message();
       m_.loaded.store = *m_.loaded.store.copy_to(m_.config(), *cuda_stream(), fp8());
@@ -140,6 +147,7 @@ TEST_P(InvarianceTest, Threads) {
 }
 
 TEST_P(InvarianceTest, TrainingForward) {
+  if (latents()) GTEST_SKIP() << "training keeps latent rows as they are";
   expect_same(run(m_, {piece_of(tokens_, 0, kLength)}, nullptr, 2, /*training=*/true)[0], whole_, "training");
 }
 
@@ -252,7 +260,20 @@ INSTANTIATE_TEST_SUITE_P(Families, InvarianceTest,
 INSTANTIATE_TEST_SUITE_P(Fp8Families, InvarianceTest,
                          ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kBf16),
                                             ::testing::Values(Where::kCpuFp8)));
+std::vector<std::string> models_with_latents() {
+  std::vector<std::string> out;
+  for (const std::string& name : testing::test_model_names()) {
+    if (testing::test_config(name).mla) out.push_back(name);
+  }
+  return out;
+}
+INSTANTIATE_TEST_SUITE_P(LatentsFamilies, InvarianceTest,
+                         ::testing::Combine(::testing::ValuesIn(models_with_latents()), ::testing::Values(DType::kF32, DType::kBf16),
+                                            ::testing::Values(Where::kCpuLatents)));
 #ifdef SLIPSTREAM_HAS_CUDA
+INSTANTIATE_TEST_SUITE_P(CudaLatentsFamilies, InvarianceTest,
+                         ::testing::Combine(::testing::ValuesIn(models_with_latents()), ::testing::Values(DType::kF32, DType::kBf16),
+                                            ::testing::Values(Where::kCudaLatents)));
 INSTANTIATE_TEST_SUITE_P(CudaFamilies, InvarianceTest,
                          ::testing::Combine(::testing::ValuesIn(testing::test_model_names()), ::testing::Values(DType::kF32, DType::kBf16),
                                             ::testing::Values(Where::kCuda)));

@@ -22,6 +22,7 @@ struct TestModel {
   LoadedWeights loaded;
   std::unique_ptr<Model> model;
   kernels::Arena arena;
+  bool fp8_latents = false;  // how passes and caches are to keep latent rows
 
   const ModelWeights& weights() const { return loaded.store.tensors(); }
   const ModelConfig& config() const { return model->config(); }
