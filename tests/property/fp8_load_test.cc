@@ -203,11 +203,7 @@ TEST(Fp8LoadTest, ProductsAreThoseOfTheFilesCodes) {
     std::vector<int32_t> row_begin;
     for (int64_t e = 0; e <= experts; ++e) row_begin.push_back(static_cast<int32_t>(3 * e));
     const Tensor y = step.alloc({3 * experts, entry.parameter.shape[entry.parameter.shape.size() - 2]});
-    if (entry.parameter.expert) {
-      fp8_linear_into(step, x, entry.tensor, y, step.upload(row_begin));
-    } else {
-      linear_into(step, x, entry.tensor, y);
-    }
+    linears_into(step, {{.x = x, .w = entry.tensor, .y = y, .row_begin = entry.parameter.expert ? step.upload(row_begin) : Tensor()}});
     for (int64_t e = 0; e < experts; ++e) {
       Fp8Stored& file = stored.at(entry.parameter.parts[static_cast<size_t>(e)].name);
       const kernels::Quantize rows{.x = x.slice(0, 3 * e, 3 * e + 3), .codes = pool.zeros(DType::kF8E4M3, {3, columns}),
