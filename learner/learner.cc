@@ -202,6 +202,7 @@ void Learner::rewrite_shared_weights() {
 
 absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
   started_ = steady_seconds();
+  compute().adopt();  // who created an engine on another GPU since made that one this thread's
   if (!is_root()) return follow();
   const absl::Status status = run_root(stop, observers);
   tell(group_, Command::kEnd, absl::StrCat(absl::Hex(status.raw_code(), absl::kZeroPad2), status.message()));
