@@ -195,9 +195,12 @@ void Learner::share_weights(Rewrite rewrite) {
   rewrite_ = std::move(rewrite);
 }
 
+// A version's weights may be those of the one before: a step that had nothing to learn from is published too.
 void Learner::rewrite_shared_weights() {
-  if (!weights_->behind()) return;
-  rewrite_(state_.policy_version, [&] { weights_->follow(*stream_, compute()); });
+  if (!rewrite_) return;
+  rewrite_(state_.policy_version, [&] {
+    if (weights_->behind()) weights_->follow(*stream_, compute());
+  });
 }
 
 absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
@@ -310,7 +313,7 @@ absl::StatusOr<v1::Batch> Learner::next_batch(std::stop_token stop) {
 
 // Every rank, with the same message: the step and all that follows from it.
 absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatch* batch) {
-  rewrite_shared_weights();  // of the step before, if it was no version
+  if (weights_->behind()) rewrite_shared_weights();  // of the step before, which was no version
   const bool warmup = state_.phase == Phase::kWarmup;
   *batch =
       make_training_batch(message,

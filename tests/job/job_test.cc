@@ -88,6 +88,15 @@ TEST(SharedWeights, ChangeNothingThatIsLearned) {
   EXPECT_TRUE(weights[0] == weights[1]);
 }
 
+// Every reply is cut off and masked: versions follow each other without a change of the weights, and still reach the worker.
+TEST(SharedWeights, GoOnWithoutAnythingToLearn) {
+  const TemporaryDirectory directory;
+  const SmallJob job = make_small_job(directory.path(), {{"learner", "steps: 4"}, {"rl", "max_staleness: 0"}, {"gateway", "overlong: mask"}});
+  ASSERT_EQ(run_embedded(job, {"sampling.max_tokens=1", "gateway.drop_zero_variance=false"}), 0) << read_file(directory.path() + "/run.out");
+  EXPECT_EQ(complaints(job), "");
+  EXPECT_EQ(job.metrics().back()["phase_step"], 4);
+}
+
 TEST(ResumedJob, GoesOnWhereItStopped) {
   const TemporaryDirectory directory;
   const SmallJob job = make_small_job(directory.path(), {{"learner", "steps: 6"}, {"rl", "max_staleness: 0"}});
