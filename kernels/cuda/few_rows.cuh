@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant
     copied += Stage::kDepth;
   };
   const auto await_stage = [] {  // the eldest that is on its way
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    wait_for_copies<kStages - 2>();
     __syncwarp();
   };
 

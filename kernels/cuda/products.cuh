@@ -158,11 +158,6 @@ inline __global__ void __launch_bounds__(kScalarThreads) scalar_product(Product 
 
 // --- bf16 factors on the tensor cores ---------------------------------------------------------------------------------
 
-template <int kPending>
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // One stored matrix's part of a tile in shared memory: kOuter rows of kInner values (the stored order), padded by 16 bytes
 // so that eight rows of an 8 x 8 matrix lie in different banks.
 template <int kOuter, int kInner>
@@ -227,17 +222,10 @@ struct WarpSums {
 
   __device__ WarpSums(const Product& product, const Tile& tile_, C* c_, int m0_, int n0_)
       : p(product), tile(tile_), c(c_), m0(m0_), n0(n0_) {
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          at[i][j][e] = 0.0f;
-          if (p.accumulate) element(i, j, e, [&](const C* value, int64_t) { at[i][j][e] = load(value); });
-        }
-      }
-    }
+    for_all([&](int i, int j, int e) {
+      at[i][j][e] = 0.0f;
+      if (p.accumulate) element(i, j, e, [&](const C* value, int64_t) { at[i][j][e] = load(value); });
+    });
   }
   // Of lane l: rows l / 4 and + 8, columns 2 (l % 4) and + 1.
   template <class F>
@@ -248,16 +236,22 @@ struct WarpSums {
     if (row < tile.m && column < p.n) f(c + row * p.ldc + column, column);
   }
   __device__ void store_all() const {
+    for_all([&](int i, int j, int e) {
+      element(i, j, e, [&](C* to, int64_t column) {
+        store(to, p.bias == nullptr ? at[i][j][e] : at[i][j][e] + p.bias[column]);
+      });
+    });
+  }
+
+ private:
+  template <class F>
+  __device__ __forceinline__ static void for_all(F&& f) {
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          element(i, j, e, [&](C* to, int64_t column) {
-            store(to, p.bias == nullptr ? at[i][j][e] : at[i][j][e] + p.bias[column]);
-          });
-        }
+        for (int e = 0; e < 4; ++e) f(i, j, e);
       }
     }
   }
@@ -313,7 +307,7 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
   const int steps = static_cast<int>((tile.k + Shape::kDepth - 1) / Shape::kDepth);
   for (int step = 0; step < Shape::kStages - 1; ++step) fetch(step);
   for (int step = 0; step < steps; ++step) {
-    await_copies<Shape::kStages - 2>();
+    wait_for_copies<Shape::kStages - 2>();
     __syncthreads();  // the step's data is there for all, and the stage fetched into next has been read by all
     fetch(step + Shape::kStages - 1);
     const int stage = step % Shape::kStages;
@@ -349,7 +343,7 @@ __global__ void __launch_bounds__(Shape::kThreads) tensor_product(Product p) {
       }
     }
   }
-  await_copies<0>();
+  wait_for_copies();
   sums.store_all();
 }
 

@@ -14,10 +14,6 @@ void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_
     launch_scalar_product(p, transpose_a, transpose_b, stream);
   } else if (thin_takes(p, a, b, c, transpose_a, transpose_b)) {
     launch_thin(p, stream);
-  } else if (few_rows_take(p, a, b, transpose_a, transpose_b)) {
-    FewRows one;
-    CHECK(one.add(p, c));
-    one.launch(stream);
   } else {
     with_type(c, [&](auto result) {
       using C = decltype(result);
@@ -51,16 +47,7 @@ Product product_of(const Gemm& args) {
           .fast_a = eights(args.a), .fast_b = eights(args.b), .fast_c = eights(args.c)};
 }
 
-void launch_one(const Gemm& args, const Product& p, Stream& stream) {
-  launch_product(p, args.a.dtype(), args.b.dtype(), args.c.dtype(), args.transpose_a, args.transpose_b, stream);
-}
-
 }  // namespace
-
-template <>
-void launch_cuda<Gemm>(const Gemm& args, Stream& stream) {
-  launch_one(args, product_of(args), stream);
-}
 
 template <>
 void launch_cuda<Gemms>(const Gemms& args, Stream& stream) {
@@ -68,7 +55,7 @@ void launch_cuda<Gemms>(const Gemms& args, Stream& stream) {
   for (const Gemm& gemm : args.products) {
     const Product p = product_of(gemm);
     if (!few_rows_take(p, gemm.a.dtype(), gemm.b.dtype(), gemm.transpose_a, gemm.transpose_b)) {
-      launch_one(gemm, p, stream);
+      launch_product(p, gemm.a.dtype(), gemm.b.dtype(), gemm.c.dtype(), gemm.transpose_a, gemm.transpose_b, stream);
     } else if (!small.add(p, gemm.c.dtype())) {
       small.launch(stream);
       small = {};
@@ -76,6 +63,11 @@ void launch_cuda<Gemms>(const Gemms& args, Stream& stream) {
     }
   }
   small.launch(stream);
+}
+
+template <>
+void launch_cuda<Gemm>(const Gemm& args, Stream& stream) {
+  launch_cuda(Gemms{{&args, 1}}, stream);
 }
 
 }  // namespace slipstream::kernels

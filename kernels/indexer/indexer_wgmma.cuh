@@ -406,7 +406,7 @@ static __global__ void __launch_bounds__(kWarpgroup)
   __syncthreads();
   gather(0), gather(1);
   for (int tile = 0; tile < tiles; ++tile) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kGivenStages - 2) : "memory");
+    wait_for_copies<kGivenStages - 2>();
     fence_async_proxy();
     __syncthreads();  // these rows are here, and everybody is done with those before
     look_up(tile + 2);

@@ -39,14 +39,10 @@ struct alignas(128) KdaRecord {
 // Stores of the preparing warp to carried[][] fall into different banks.
 __device__ __forceinline__ int swizzled(int lane) { return lane ^ (lane / 8); }
 
-// Four aligned bytes to shared memory behind the thread's back, or zeros; waits for all but the last groups.
+// Four aligned bytes to shared memory behind the thread's back, or zeros.
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void* from, bool present) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(present ? 4 : 0)
                : "memory");
-}
-template <int kGroups>
-__device__ __forceinline__ void wait_for_all_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // --- arithmetic that every path shares, operation by operation

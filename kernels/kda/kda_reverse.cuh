@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kKdaPassThreads, 2)
       mma(products[1][s % 2], a, k.z, k.w);
     }
     decay_state(state, record.total, lane);
-    wait_for_all_but<kKdaValues - 1>();
+    wait_for_copies<kKdaValues - 1>();
     uint32_t words[4], d_o[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = shared.d_o[index & (kKdaValues - 1)][warp][i][lane];

@@ -202,7 +202,7 @@ __device__ inline void scan_chunks(const KdaPass& pass, KdaPassShared& shared) {
       decay_state(state, record.total, lane);
       // r of rows 4 c + i before what the chunk's own rows add to it.
       float r[4][2], own[4][2], u[4][2];
-      wait_for_all_but<kKdaValues - 1>();
+      wait_for_copies<kKdaValues - 1>();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t v = shared.values[index % kKdaValues][warp][i][lane];

@@ -104,7 +104,7 @@ __device__ __forceinline__ void fetch_grad_factors(WgmmaGradShared<Shape>& s, co
       }
       commit_copies();
       if (box < kLag) continue;
-      asm volatile("cp.async.wait_group %0;" ::"n"(kLag) : "memory");
+      wait_for_copies<kLag>();
       fence_async_proxy();
       barrier_arrive(&s.keys_full[box - kLag]);
     }

@@ -28,7 +28,8 @@ void Indexer::forward(const Weights& w, const Tensor& x, const Tensor& q_resid, 
   const int64_t tokens = x.size(0), width = config_.head_dim;
   const bool pooled = config_.pool > 1;
   const Tensor q = step.alloc({tokens, config_.heads, width}), weights = step.island({tokens, config_.heads});
-  const Tensor raw = step.alloc({tokens, width}), k = step.alloc({tokens, width}), gate = step.alloc({tokens, width});
+  const Tensor raw = step.alloc({tokens, width}), k = step.alloc({tokens, width});
+  const Tensor gate = pooled ? step.alloc({tokens, width}) : Tensor();
   std::vector<Linear> layers = {{.x = q_resid, .w = w.wq_b, .y = q.view({tokens, config_.heads * width})},
                                 {.x = x, .w = w.weights_proj, .y = weights},
                                 {.x = x, .w = w.wk, .y = raw}};
