@@ -343,12 +343,12 @@ struct LatentShared {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kLatentStages; ++i) {
         barrier_init(&full[i], 128);
-        barrier_init(&empty[i], 8);
-        barrier_init(&weighed[i], 4);
-        barrier_init(&scored[i], 4);
+        barrier_init(&empty[i], kArrivalsOfWarp * 8);
+        barrier_init(&weighed[i], kArrivalsOfWarp * 4);
+        barrier_init(&scored[i], kArrivalsOfWarp * 4);
       }
       for (int i = 0; i < 2; ++i) barrier_init(&last_full[i], 128);
-      barrier_init(&queries_empty, 4);
+      barrier_init(&queries_empty, kArrivalsOfWarp * 4);
       barrier_init_done();
     }
     __syncthreads();
@@ -528,7 +528,7 @@ struct LatentQueries {
 
 __device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier, int arrivals = 1) {
   __syncwarp();
-  if (thread_again() % kWarp == 0) barrier_arrive_as(barrier, arrivals);
+  barrier_arrive_warp(barrier, thread_again() % kWarp == 0, arrivals);
 }
 
 // --- A block of threads: one warpgroup copies, one scores, two weigh half of the columns each ---
@@ -740,7 +740,7 @@ __global__ void __launch_bounds__(2 * 128, 2)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWeighStages; ++i) {
       barrier_init(&shared.full[i], 128);
-      barrier_init(&shared.empty[i], 4);
+      barrier_init(&shared.empty[i], kArrivalsOfWarp * 4);
     }
     barrier_init_done();
   }
