@@ -121,7 +121,7 @@ jobs() {
   step job_quickstart job quickstart
   if [ "$(nvidia-smi -L 2> /dev/null | wc -l)" -gt 1 ]; then step job_two_gpus job two-gpus rollout.device=cuda:0 learner.device=cuda:1; fi
   step job_fp8_latents job fp8-latents rollout.fp8_latents=true learner.steps=100
-  step job_150m job flash-150m 'model.init={config: flash-150m, seed: 1}' learner.steps=60 learner.warmup.learning_rate=3e-4 \
+  step job_150m job flash-150m 'model.init={config: flash-150m, seed: 1}' learner.steps=300 learner.warmup.learning_rate=3e-4 \
     learner.optimizer.learning_rate=1e-5
   grep -h '^ok reward' "$logs"/job_*.log
 }

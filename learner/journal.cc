@@ -110,7 +110,8 @@ absl::Status expect_same_settings(const JournalSettings& journal, const JournalS
     return absl::InvalidArgumentError(
         absl::StrCat(key, ": ", value, ", but the steps in ", journal_path(checkpoint), ", which have to be repeated, were trained with ",
                      found == journal.end() ? "another version's settings" : found->second,
-                     "; expected that value for now: start the run with it, stop it once (SIGTERM or Ctrl-C), then change it"));
+                     "; expected that value for now: start the run with it, stop it once (SIGTERM or Ctrl-C), then change it; or "
+                     "learner.repeat: close"));
   }
   return absl::OkStatus();
 }

@@ -102,7 +102,8 @@ class Learner {
   void tell(Command command, std::string_view payload = "");
   void tell_end(const absl::Status& status);
   absl::Status repeat_versions(const std::string& dir);
-  absl::Status repeat_version(const JournalContents::Version& version, const std::string& dir);
+  absl::Status repeat_version(const JournalContents::Version& version, const std::string& dir, bool* same);
+  absl::Status unless_close(const absl::Status& differs);  // what learner.repeat makes of it
   JournalSettings journal_settings() const;
   absl::Status one_step(std::stop_token stop, const Observers& observers);
   void note(const v1::JournalBatch& message);

@@ -117,19 +117,27 @@ absl::Status Learner::repeat_journal(const std::string& dir) {
 absl::Status Learner::repeat_versions(const std::string& dir) {
   ASSIGN_OR_RETURN(const std::optional<JournalContents> journal, read_journal(dir));
   if (!journal) return absl::OkStatus();
-  RETURN_IF_ERROR(expect_same_settings(journal->settings, journal_settings(), dir));
+  RETURN_IF_ERROR(unless_close(expect_same_settings(journal->settings, journal_settings(), dir)));
   double seconds = 0.0;
   const int64_t first = state_.step;
   {
     const Timer timer(&seconds);
-    for (const JournalContents::Version& version : journal->versions) RETURN_IF_ERROR(repeat_version(version, dir));
+    bool same = true;
+    for (const JournalContents::Version& version : journal->versions) RETURN_IF_ERROR(repeat_version(version, dir, &same));
   }
   log_->info("repeated {} steps from {} in {:.1f} s: step {}, policy version {}", state_.step - first, journal_path(dir), seconds,
              state_.step, state_.policy_version);
   return absl::OkStatus();
 }
 
-absl::Status Learner::repeat_version(const JournalContents::Version& version, const std::string& dir) {
+absl::Status Learner::unless_close(const absl::Status& differs) {
+  if (differs.ok() || config_.repeat_exactly) return differs;
+  log_->warn("{}", std::string(differs.message()));
+  return absl::OkStatus();
+}
+
+// same: so far all results were as recorded.
+absl::Status Learner::repeat_version(const JournalContents::Version& version, const std::string& dir, bool* same) {
   const std::string path = journal_path(dir);
   ASSIGN_OR_RETURN(const LearnerState recorded, parse_state(version.state, path));
   StepResult result;
@@ -144,17 +152,18 @@ absl::Status Learner::repeat_version(const JournalContents::Version& version, co
   }
   count_publication();
   tell(Command::kPublished);
-  const auto same = [](double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); };
-  const auto differs = [&](const char* what, auto found, auto expected) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        path, ": step ", recorded.step, " repeated: ", what, " ", found, ", expected ", expected,
-        " as it was trained; expected the same program and kind of processor. This run cannot go on; a new one can start from ", dir,
-        ": set model.path to it and run.id to another"));
-  };
-  if (state_.step != recorded.step) return differs("step", state_.step, recorded.step);
-  if (state_.policy_version != recorded.policy_version) return differs("version", state_.policy_version, recorded.policy_version);
-  if (!same(result.gradient.loss, recorded.report.loss)) return differs("loss", result.gradient.loss, recorded.report.loss);
-  if (!same(result.grad_norm, recorded.report.grad_norm)) return differs("gradient norm", result.grad_norm, recorded.report.grad_norm);
+  if (state_.step != recorded.step || state_.policy_version != recorded.policy_version) {
+    return absl::DataLossError(absl::StrCat(path, ": its batches end with step ", state_.step, ", version ", state_.policy_version,
+                                            "; expected step ", recorded.step, ", version ", recorded.policy_version));
+  }
+  const auto equal = [](double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); };
+  if (*same && !(equal(result.gradient.loss, recorded.report.loss) && equal(result.grad_norm, recorded.report.grad_norm))) {
+    *same = false;
+    RETURN_IF_ERROR(unless_close(absl::FailedPreconditionError(absl::StrFormat(
+        "%s: step %d repeated: loss %.9g, gradient norm %.9g, expected %.9g, %.9g as it was trained; expected the same program and kind of "
+        "processor, or learner.repeat: close",
+        path, recorded.step, result.gradient.loss, result.grad_norm, recorded.report.loss, recorded.report.grad_norm))));
+  }
   state_ = recorded;  // with the clock, the reports and what the gateway was not told
   return absl::OkStatus();
 }

@@ -41,7 +41,7 @@ case "$mode" in
     [ -n "$defects" ] || fail "no defects"
     while IFS='|' read -r defect check; do
       start "$1" ${defect:+--defect "$defect"}
-      "$slipstream" check-env "$address" --task guess --timeout-ms 500 --json >"$work/json" 2>"$work/stderr"
+      "$slipstream" check-env "$address" --task guess --timeout-ms 1000 --json >"$work/json" 2>"$work/stderr"
       code=$?
       if [ -z "$defect" ]; then
         [ "$code" -eq 0 ] || fail "without a defect: $(cat "$work/json")"
