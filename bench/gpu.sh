@@ -92,7 +92,7 @@ run() {
   beside invariance "$here/invariance_test" --gtest_brief=1 '--gtest_filter=Cuda*'
   beside fp8_load "$here/fp8_load_test" --gtest_brief=1 '--gtest_filter=Cuda*'
   beside optimizer "$here/optimizer_cuda_test" --gtest_brief=1
-  beside cuda_job tests/job/cuda_job.sh "$here/slipstream" "$here/arithmetic_env"
+  beside cuda_job tests/job/device_job.sh cuda "$here/slipstream" "$here/arithmetic_env"
   finish
 }
 
