@@ -178,8 +178,8 @@ struct RowCopier {
 };
 
 // The same for rows of fp8 latents. Codes wait where their values will lie: sixteen of a row in one half of the 32
-// bytes that the values take, and beside them, in the other half, the scales of the row. The thread that copied them
-// restores them, so that nobody else need be waited for. parity() chooses the half: eight threads of
+// bytes that the values take, and beside the thread's first sixteen, in the other half, the scales of the row. One thread
+// restores what one thread copied, so that nobody else need be waited for. parity() chooses the half: eight threads of
 // a row, in two tiles, then reach all banks.
 struct CodeCopier {
   static __device__ __forceinline__ int parity() { return RowCopier::chunk() / 4; }
@@ -205,7 +205,7 @@ struct CodeCopier {
     const uint32_t to = first(tiles) + static_cast<uint32_t>(i * 16 * 128), own = to + static_cast<uint32_t>(parity() * 8),
                    other = to + 8 - static_cast<uint32_t>(parity() * 8);
     const float4 scales = load_shared_floats(to ^ 16);
-    // Each load long before its use: these threads have 24 registers.
+    // Each load long before its use: these threads have few registers.
     uint2 first_codes = load_shared_8(own), last_codes = load_shared_8(other);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -320,6 +320,8 @@ class KeyFinder {
 constexpr int kLatentStages = 3;
 // Registers hold this many sixteens of the queries' columns, shared memory the others.
 constexpr int kHeldSteps = 27, kStepBytes = 64 * 32;
+// Warpgroups that restore codes.
+constexpr int kRestorers = 2;
 
 // As much as a block of threads may have: hence few registers for queries, and two last tiles for three
 // stages.
@@ -334,15 +336,17 @@ struct LatentShared {
   float rescale[2][kLatentHeads];
   float factor[kLatentHeads];  // 1 / sum of the weights, with a query's last block
   uint64_t full[kLatentStages], empty[kLatentStages];
+  uint64_t copied[kLatentStages];   // with codes: these are there, or a query's heads; `full` when they are restored
   uint64_t weighed[kLatentStages];  // the block's weights are there
   uint64_t scored[kLatentStages];   // the products of the block after it are done
   uint64_t last_full[2];            // the tile is free, and then has the rope columns
   uint64_t queries_empty;
 
-  __device__ __forceinline__ void init() {
+  __device__ __forceinline__ void init(bool codes) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kLatentStages; ++i) {
-        barrier_init(&full[i], 128);
+        barrier_init(&full[i], codes ? kRestorers * 4 : 128);
+        barrier_init(&copied[i], 128);
         barrier_init(&empty[i], 8);
         barrier_init(&weighed[i], 4);
         barrier_init(&scored[i], 4);
@@ -369,11 +373,8 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
   const auto await_stage = [&] {
     barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
   };  // passes at first
-  const auto stage_is_free = [&] {
-    return __all_sync(~0u, barrier_passed(&shared.empty[stage.place], stage.parity ^ 1));
-  };
   const auto done = [&] {
-    barrier_arrive_after_copies(&shared.full[stage.place]);
+    barrier_arrive_after_copies(kCodes ? &shared.copied[stage.place] : &shared.full[stage.place]);
     stage.advance();
   };
   const auto copy_last = [&](const auto& source) {
@@ -416,48 +417,19 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
       query.advance();
     }
     done();
-    Ring<kLatentStages> restored = stage;
-    int copied = begin;
-    // The next block's stage is free.
-    const auto copy_next = [&] {
+    for (int block = begin; block < end; ++block) {
       const auto source = [&](int i) { return keys.source(i); };
       unsigned char* const tiles = shared.stages[stage.place][0];
-      if (copied > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
+      keys.advance();
+      await_stage();
+      if (block > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
       if constexpr (kCodes) {
         CodeCopier::copy(tiles, view.latents, source);
-        commit_copies();
-        stage.advance();
       } else {
         RowCopier::copy<kLatentTiles>(tiles, 0, source);
-        done();
       }
-      if (copied < begin + 2) copy_last(source);
-      ++copied;
-    };
-    for (int block = begin; block < end; ++block) {
-      if (copied == block) {
-        keys.advance();
-        await_stage();
-        copy_next();
-      }
-      if constexpr (kCodes) {
-        if (copied > block + 1) {
-          wait_for_copies<1>();
-        } else {
-          wait_for_copies();
-        }
-        // Codes of the block after this one are to arrive meanwhile: they are copied as soon as a stage is free.
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          if (copied == block + 1 && copied < end && stage_is_free()) {
-            keys.advance();
-            copy_next();
-          }
-          CodeCopier::restore(shared.stages[restored.place][0], i);
-        }
-        barrier_arrive(&shared.full[restored.place]);
-        restored.advance();
-      }
+      done();
+      if (block < begin + 2) copy_last(source);
     }
     if (end > begin + 2) {
       await_stage();
@@ -530,6 +502,71 @@ __device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier, int arriva
   __syncwarp();
   if (thread_again() % kWarp == 0) barrier_arrive_as(barrier, arrivals);
 }
+
+// One of kRestorers warpgroups that restore codes, its share of a block's rows each; of each query the heads come first, as
+// they are. Its warps go on by themselves.
+template <bool kRope, class K>
+class StageRestorer {
+ public:
+  __device__ __forceinline__ StageRestorer(LatentShared<kRope>& shared, const LatentView<K>& view,
+                                           const LatentShare& share, int part)
+      : shared_(shared), view_(view), share_(share), part_(part), t_(static_cast<int>(blockIdx.x)) {
+    if constexpr (kCodes) find_query();
+  }
+  __device__ __forceinline__ void restore_all() {
+    while (t_ < share_.queries) {
+      barrier_wait(&shared_.copied[stage_.place], stage_.parity);
+      restore();
+    }
+  }
+  // Restores what comes while it waits; where there are no codes it waits.
+  __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+    if constexpr (kCodes) {
+      while (!passed(barrier, parity)) {
+        if (t_ < share_.queries && passed(&shared_.copied[stage_.place], stage_.parity)) restore();
+      }
+    } else {
+      barrier_wait(barrier, parity);
+    }
+  }
+
+ private:
+  static constexpr bool kCodes = sizeof(K) == 1;
+
+  static __device__ __forceinline__ bool passed(uint64_t* barrier, int parity) {
+    return __all_sync(~0u, barrier_passed(barrier, parity));
+  }
+  __device__ __forceinline__ void find_query() {
+    heads_ = true;
+    for (; t_ < share_.queries; t_ = next_query(t_)) {
+      left_ = share_.end(key_count(view_, t_)) - share_.begin();
+      if (left_ > 0) return;
+    }
+  }
+  __device__ __forceinline__ void restore() {
+    if (!heads_) {
+      constexpr int kRows = 4 / kRestorers;
+#pragma unroll 1
+      for (int i = 0; i < kRows; ++i) CodeCopier::restore(shared_.stages[stage_.place][0], part_ * kRows + i);
+      --left_;
+    }
+    heads_ = false;
+    arrive_once_a_warp(&shared_.full[stage_.place]);
+    stage_.advance();
+    if (left_ == 0) {
+      t_ = next_query(t_);
+      find_query();
+    }
+  }
+
+  LatentShared<kRope>& shared_;
+  const LatentView<K>& view_;
+  const LatentShare& share_;
+  const int part_;
+  int t_, left_ = 0;  // the query, and its blocks that are yet to be restored
+  bool heads_ = true;
+  Ring<kLatentStages> stage_;
+};
 
 // --- A block of threads: one warpgroup copies, one scores, two weigh half of the columns each ---
 
@@ -607,6 +644,7 @@ template <bool kRope, class K>
 __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share, int half) {
   constexpr int kTiles = kLatentTiles / 2;
+  StageRestorer<kRope, K> restorer(shared, view, share, half);
   Ring<kLatentStages> stage;
   Ring<2> last;
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
@@ -615,14 +653,14 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
     if (end > 0) stage.advance();  // the queries
     for (int block = 0; block < end; ++block) {
       const int row = row_of_thread();
-      barrier_wait(&shared.weighed[stage.place], stage.parity);
+      restorer.wait(&shared.weighed[stage.place], stage.parity);
       const float rescale[2] = {shared.rescale[last.place][row], shared.rescale[last.place][row + 8]};
       if (block + 1 == end) factor[0] = shared.factor[row], factor[1] = shared.factor[row + 8];
       if (!all_ones(rescale)) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= rescale[i / 2 % 2];
       }
-      barrier_wait(&shared.scored[stage.place], stage.parity);
+      restorer.wait(&shared.scored[stage.place], stage.parity);
       fence_async_proxy();
       const uint64_t weights = factor_descriptor(shared.last[last.place], 0);
       const uint64_t values = factor_descriptor(shared.stages[stage.place][half * kTiles], kTileBytes);
@@ -655,7 +693,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     attend_latents(const __grid_constant__ LatentView<K> view, const LatentShare share) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
-  shared.init();
+  shared.init(sizeof(K) == 1);
   const int role = static_cast<int>(threadIdx.x) / 128;
   // All of the 512 that there are for four threads. With less, the compiler makes products wait for each
   // other.
@@ -686,15 +724,8 @@ struct LatentScores {
 };
 
 template <bool kRope, class K>
-__global__ void __launch_bounds__(2 * 128, 1)
-    score_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores to) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
-  shared.init();
-  if (threadIdx.x < 128) {
-    fetch_latents(shared, view, share);
-    return;
-  }
+__device__ __forceinline__ void store_scores(LatentShared<kRope>& shared, const LatentView<K>& view,
+                                             const LatentShare& share, const LatentScores& to) {
   Ring<kLatentStages> stage;
   Ring<2> last;
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
@@ -720,6 +751,31 @@ __global__ void __launch_bounds__(2 * 128, 1)
         *reinterpret_cast<float4*>(at + i * 512) = {scores[4 * i], scores[4 * i + 1], scores[4 * i + 2],
                                                     scores[4 * i + 3]};
       }
+    }
+  }
+}
+
+// One warpgroup copies, one scores; two restore where there are codes.
+template <class K>
+constexpr int kScoreThreads = (sizeof(K) == 1 ? 2 + kRestorers : 2) * 128;
+
+template <bool kRope, class K>
+__global__ void __launch_bounds__(kScoreThreads<K>, 1)
+    score_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores to) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
+  constexpr bool kCodes = sizeof(K) == 1;
+  shared.init(kCodes);
+  const int role = static_cast<int>(threadIdx.x) / 128;
+  if (role == 1) {
+    if constexpr (kCodes) take_registers<168>();
+    store_scores(shared, view, share, to);
+  } else {
+    if constexpr (kCodes) give_registers<112>();
+    if (role == 0) {
+      fetch_latents(shared, view, share);
+    } else if constexpr (kCodes) {
+      StageRestorer<kRope, K>(shared, view, share, role - 2).restore_all();
     }
   }
 }

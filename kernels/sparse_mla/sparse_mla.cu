@@ -107,8 +107,8 @@ void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream&
   share.span = static_cast<int>(divide_up(blocks, std::max<int64_t>(multi / (queries * runs), 1)));
   allow_shared(score_latents<kRope, K>, kBytes);
   allow_shared(weigh_latents<K>, sizeof(WeighShared));
-  score_latents<kRope, K><<<grid(queries, divide_up(blocks, share.span)), 256, kBytes, cuda_stream(stream)>>>(
-      view, share, scores);
+  score_latents<kRope, K><<<grid(queries, divide_up(blocks, share.span)), kScoreThreads<K>, kBytes,
+                            cuda_stream(stream)>>>(view, share, scores);
   weigh_latents<K><<<grid(queries, kLatentTiles), 256, sizeof(WeighShared), cuda_stream(stream)>>>(view, share,
                                                                                                    scores);
 }
