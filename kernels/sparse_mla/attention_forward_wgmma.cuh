@@ -147,11 +147,24 @@ __device__ __forceinline__ void store_rows(const LatentView<K>& view, int t, int
 
 // --- Rows to shared memory ---
 
-// A row to copy; what does not exist becomes zeros, since it must not be NaN, and `from` is then any row that does.
+// A row to copy; what does not exist becomes zeros, since it must not be NaN, and is not read.
 template <class T>
 struct SourceRow {
   const T* from;
   bool exists;
+
+  // 16 bytes of it from column `column` on, behind the thread's back.
+  __device__ __forceinline__ void copy(uint32_t to, int column) const {
+    asm volatile(
+        "{\n.reg .pred missing;\nsetp.eq.b32 missing, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, missing;\n}" ::"r"(to),
+        "l"(from + column), "r"(static_cast<int>(exists))
+        : "memory");
+  }
+  // Brings the line of column `column` as far as the L2.
+  __device__ __forceinline__ void prefetch(int column) const {
+    if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + column));
+  }
 };
 
 // One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
@@ -170,8 +183,7 @@ struct RowCopier {
       const SourceRow<bf16> row = source(i);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), row.from + column + tile * 64,
-                   row.exists ? 16 : 0);
+        row.copy(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), column + tile * 64);
       }
     }
   }
@@ -191,12 +203,12 @@ struct CodeCopier {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const SourceRow<e4m3> row = source(i);
-      const int bytes = row.exists ? 16 : 0;
       const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
-      copy_async(to ^ 16, row.from + layout.scales, bytes);
-      const e4m3* const codes = row.from + RowCopier::chunk() * 16;
+      row.copy(to ^ 16, layout.scales);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) copy_async(to + static_cast<uint32_t>(k * 2 * kTileBytes), codes + k * 128, bytes);
+      for (int k = 0; k < 4; ++k) {
+        row.copy(to + static_cast<uint32_t>(k * 2 * kTileBytes), RowCopier::chunk() * 16 + k * 128);
+      }
     }
   }
   // Row i of those.
@@ -228,10 +240,9 @@ struct CodeCopier {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const SourceRow<e4m3> row = parity() == 0 ? source(i) : source(2 + i);
-      const int bytes = row.exists ? 16 : 0;
       const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
-      copy_async(to, row.from + column + RowCopier::chunk() % 4 * 16, bytes);
-      copy_async(to ^ 16, row.from + layout.scales, bytes);
+      row.copy(to, column + RowCopier::chunk() % 4 * 16);
+      row.copy(to ^ 16, layout.scales);
     }
   }
   static __device__ __forceinline__ void restore_tile(unsigned char* tile, int column) {
@@ -262,57 +273,76 @@ struct CodeCopier {
 };
 
 // Where the keys of a query's blocks lie, found in time: the list and the table of pages each take as long to
-// answer as a block takes to be attended to. A lane looks for one of its warp's sixteen rows.
+// answer as a block takes to be attended to, so what is asked for before a block is used before the next. A lane looks
+// for one of its warp's sixteen rows.
 template <class K>
 class KeyFinder {
  public:
   __device__ __forceinline__ KeyFinder(const LatentView<K>& view, const KeyList& list, int block)
       : view_(view), list_(list), block_(block) {
-    const int first = position(block), second = position(block + 1);
+    const int first = position(block);
+    position_ = position(block + 1);
     later_ = position(block + 2);
-    next_ = row(first);
-    found_ = row(second);
+    next_ = place(page(first), first);
+    page_ = page(position_);
   }
-  // To be called before each block. Exchanges come before the block's copies, behind which they would queue.
+  // To be called before each block.
   __device__ __forceinline__ void advance() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      before_[i] = this_[i];
-      this_[i] = __shfl_sync(~0u, next_, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
-    }
-    next_ = found_;
-    found_ = row(later_);
+    before_ = this_;
+    this_ = next_;
+    next_ = place(page_, position_);
+    page_ = page(later_);
+    position_ = later_;
     later_ = position(block_ + 3);
     ++block_;
   }
-  // For the copiers: the key rows of this block, or of the block before.
-  __device__ __forceinline__ SourceRow<K> source(int i) const { return at(this_[i]); }
-  __device__ __forceinline__ SourceRow<K> source_before(int i) const { return at(before_[i]); }
+  // For the copiers: the key rows of this block, or of the block before. All the warp's lanes call, and before they copy:
+  // exchanges would queue behind copies.
+  class Sources {
+   public:
+    __device__ __forceinline__ Sources(const K* pool, uint32_t place) : pool_(pool) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        places_[i] = __shfl_sync(~0u, place, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
+      }
+    }
+    __device__ __forceinline__ SourceRow<K> operator()(int i) const {
+      return {pool_ + uint64_t{places_[i]} * kUnit, places_[i] != kNowhere};
+    }
+
+   private:
+    const K* const pool_;
+    uint32_t places_[4];
+  };
+  __device__ __forceinline__ Sources sources() const { return {view_.keys.pool, this_}; }
+  __device__ __forceinline__ Sources sources_before() const { return {view_.keys.pool, before_}; }
 
  private:
+  static constexpr int kUnit = 16 / static_cast<int>(sizeof(K));  // places count 16 bytes
+  static constexpr uint32_t kNowhere = ~0u;
+
   __device__ __forceinline__ int position(int block) const {
     const uint32_t thread = thread_again();
     const int entry =
         block * kLatentKeys + static_cast<int>(thread % 128 / kWarp * 4 + thread % 4 + thread % 16 / 4 * 16);
     return entry < list_.count ? list_.position(entry) : -1;
   }
-  __device__ __forceinline__ int row(int position) const {
-    if (position < 0) return -1;
-    return view_.keys.table[list_.sequence * view_.keys.table_stride + position / kPageRows] *
-               static_cast<int>(kPageRows) +
-           position % static_cast<int>(kPageRows);
+  __device__ __forceinline__ int page(int position) const {
+    if (position < 0) return 0;
+    return view_.keys.table[list_.sequence * view_.keys.table_stride + position / kPageRows];
   }
-  __device__ __forceinline__ SourceRow<K> at(int row) const {
-    if (row < 0) return {view_.keys.pool, false};
-    constexpr uint32_t kRows = kPageRows;  // 32 bits, and no sign: the address is computed anew for every row that is copied
-    return {view_.keys.pool + uint64_t{static_cast<uint32_t>(row) / kRows} * static_cast<uint32_t>(view_.keys.page_stride) +
-                uint64_t{static_cast<uint32_t>(row) % kRows} * static_cast<uint32_t>(view_.keys.row_stride),
-            true};
+  __device__ __forceinline__ uint32_t place(int page, int position) const {
+    if (position < 0) return kNowhere;
+    return static_cast<uint32_t>(page) * static_cast<uint32_t>(view_.keys.page_stride / kUnit) +
+           static_cast<uint32_t>(position) % static_cast<uint32_t>(kPageRows) *
+               static_cast<uint32_t>(view_.keys.row_stride / kUnit);
   }
 
   const LatentView<K>& view_;
   const KeyList list_;
-  int block_, later_, next_, found_, this_[4] = {-1, -1, -1, -1}, before_[4] = {-1, -1, -1, -1};
+  int block_, later_;
+  int page_, position_;  // of the block after the next
+  uint32_t next_, this_ = kNowhere, before_ = kNowhere;
 };
 
 // --- Scores ---
@@ -377,19 +407,28 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     barrier_arrive_after_copies(kCodes ? &shared.copied[stage.place] : &shared.full[stage.place]);
     stage.advance();
   };
+  const auto ropes = [&](const SourceRow<K>& row) {
+    if constexpr (kCodes) {
+      return SourceRow<bf16>{latent_ropes(view.latents, row.from), row.exists};
+    } else {
+      return SourceRow<bf16>{row.from + kLatentWidth, row.exists};
+    }
+  };
   const auto copy_last = [&](const auto& source) {
     if constexpr (kRope) {
-      RowCopier::copy<1>(shared.last[last.place], kCodes ? 0 : kLatentWidth, [&](int i) {
-        const SourceRow<K> row = source(i);
-        if constexpr (kCodes) {
-          return SourceRow<bf16>{latent_ropes(view.latents, row.from), row.exists};
-        } else {
-          return row;
-        }
-      });
+      RowCopier::copy<1>(shared.last[last.place], 0, [&](int i) { return ropes(source(i)); });
     }
     barrier_arrive_after_copies(&shared.last_full[last.place]);
     last.advance();
+  };
+  // To be copied soon, and then quickly: the products that wait for the tile stand between two blocks' weighing.
+  const auto expect_last = [&](const auto& source) {
+    if constexpr (kRope) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (RowCopier::chunk() / 2 == i) ropes(source(i)).prefetch(RowCopier::chunk() % 2 * 56);
+      }
+    }
   };
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
     const KeyList list = keys_of(view, t);
@@ -410,30 +449,28 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
                                 RowCopier::row() % 8 * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const SourceRow<bf16> row = head(i);
-        copy_async(to + static_cast<uint32_t>(i * 512), row.from + kLatentWidth + RowCopier::chunk() * 8,
-                   row.exists ? 16 : 0);
+        head(i).copy(to + static_cast<uint32_t>(i * 512), kLatentWidth + RowCopier::chunk() * 8);
       }
       query.advance();
     }
     done();
     for (int block = begin; block < end; ++block) {
-      const auto source = [&](int i) { return keys.source(i); };
-      unsigned char* const tiles = shared.stages[stage.place][0];
       keys.advance();
       await_stage();
-      if (block > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
+      if (block > begin + 2) copy_last(keys.sources_before());
+      const auto source = keys.sources();
+      unsigned char* const tiles = shared.stages[stage.place][0];
       if constexpr (kCodes) {
         CodeCopier::copy(tiles, view.latents, source);
       } else {
         RowCopier::copy<kLatentTiles>(tiles, 0, source);
       }
       done();
-      if (block < begin + 2) copy_last(source);
+      block < begin + 2 ? copy_last(source) : expect_last(source);
     }
     if (end > begin + 2) {
       await_stage();
-      copy_last([&](int i) { return keys.source(i); });
+      copy_last(keys.sources());
     }
   }
 }
@@ -820,7 +857,7 @@ __global__ void __launch_bounds__(2 * 128, 2)
     for (int block = 0; block < blocks; ++block, stage.advance()) {
       keys.advance();
       barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
-      const auto source = [&](int i) { return keys.source(i); };
+      const auto source = keys.sources();
       if constexpr (kCodes) {
         CodeCopier::copy_tile(shared.values[stage.place], column, view.latents, source);
       } else {

@@ -91,6 +91,8 @@ void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream&
   const auto grid = [&](int64_t x, int64_t z) {
     return dim3(static_cast<unsigned>(x), static_cast<unsigned>(runs), static_cast<unsigned>(z));
   };
+  // KeyFinder's places.
+  CHECK_LT(args.keys.pool.size(0) * args.keys.pool.stride(0) * int64_t{sizeof(K)}, int64_t{16} * 0xffffffff);
   LatentShare share{.queries = static_cast<int>(queries), .span = 1 << 24, .scale = view.scale * kLog2e};
   constexpr int kBytes = sizeof(LatentShared<kRope>);
   static_assert(kBytes <= kSharedMax);
