@@ -147,25 +147,23 @@ __device__ __forceinline__ void store_rows(const LatentView<K>& view, int t, int
 
 // --- Rows to shared memory ---
 
-// A row to copy; what does not exist becomes zeros, since it must not be NaN, and is not read.
+// A row to copy; what does not exist is null and becomes zeros, since it must not be NaN.
 template <class T>
 struct SourceRow {
   const T* from;
-  bool exists;
 
-  // 16 bytes of it from column `column` on, behind the thread's back.
+  // 16 bytes from column `column` on, behind the thread's back.
   __device__ __forceinline__ void copy(uint32_t to, int column) const {
     asm volatile(
-        "{\n.reg .pred missing;\nsetp.eq.b32 missing, %2, 0;\n"
+        "{\n.reg .pred missing;\nsetp.eq.b64 missing, %2, 0;\n"
         "cp.async.cg.shared.global [%0], [%1], 16, missing;\n}" ::"r"(to),
-        "l"(from + column), "r"(static_cast<int>(exists))
+        "l"(from + column), "l"(from)
         : "memory");
   }
-  // Brings the line of column `column` as far as the L2.
-  __device__ __forceinline__ void prefetch(int column) const {
-    if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + column));
-  }
 };
+
+// Brings the line as far as the L2.
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
 struct RowCopier {
@@ -175,15 +173,17 @@ struct RowCopier {
   // source(i) is row `row` + 16 i.
   template <int kTiles, class Source>
   static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const Source& source) {
-    const uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
-                                                                       static_cast<uint32_t>(chunk()));
+    uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
+                                                                 static_cast<uint32_t>(chunk()));
     column += chunk() * 8;
+    SourceRow<bf16> next = source(0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const SourceRow<bf16> row = source(i);
+    for (int i = 0; i < 4; ++i, to += 16 * 128) {
+      const SourceRow<bf16> row = next;
+      if (i < 3) next = source(i + 1);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        row.copy(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), column + tile * 64);
+        row.copy(to + static_cast<uint32_t>(tile * kTileBytes), column + tile * 64);
       }
     }
   }
@@ -195,40 +195,52 @@ struct RowCopier {
 // a row, in two tiles, then reach all banks.
 struct CodeCopier {
   static __device__ __forceinline__ int parity() { return RowCopier::chunk() / 4; }
+  static __device__ __forceinline__ float load_shared_float(uint32_t from) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+    return value;
+  }
 
   // source(i) as above; a thread has sixteens number chunk() + 8 k of codes.
   template <class Source>
   static __device__ __forceinline__ void copy(unsigned char* tiles, const LatentRow& layout, const Source& source) {
-    const uint32_t first_to = first(tiles);
+    uint32_t to = first(tiles);
+    SourceRow<e4m3> next = source(0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const SourceRow<e4m3> row = source(i);
-      const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
-      row.copy(to ^ 16, layout.scales);
+    for (int i = 0; i < 4; ++i, to += 16 * 128) {
+      const SourceRow<e4m3> row = next;
+      if (i < 3) next = source(i + 1);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         row.copy(to + static_cast<uint32_t>(k * 2 * kTileBytes), RowCopier::chunk() * 16 + k * 128);
       }
+      row.copy(to ^ 16, layout.scales);
     }
   }
-  // Row i of those.
-  static __device__ __forceinline__ void restore(unsigned char* tiles, int i) {
+  // Rows `begin` to end - 1 of those.
+  static __device__ __forceinline__ void restore(unsigned char* tiles, int begin, int end) {
     static_assert(kScaleColumns == 8 * 16);  // sixteen number chunk() + 8 k is of group k
-    const uint32_t to = first(tiles) + static_cast<uint32_t>(i * 16 * 128), own = to + static_cast<uint32_t>(parity() * 8),
-                   other = to + 8 - static_cast<uint32_t>(parity() * 8);
-    const float4 scales = load_shared_floats(to ^ 16);
-    // Each load long before its use: these threads have few registers.
-    uint2 first_codes = load_shared_8(own), last_codes = load_shared_8(other);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t at = static_cast<uint32_t>(k * 2 * kTileBytes), next = at + 2 * kTileBytes;
-      const float scale = k == 0 ? scales.x : k == 1 ? scales.y : k == 2 ? scales.z : scales.w;
-      const uint4 first_values = scaled_to_bf16(first_codes, scale);
-      if (k < 3) first_codes = load_shared_8(own + next);
-      store_shared(to + at, first_values);
-      const uint4 last_values = scaled_to_bf16(last_codes, scale);
-      if (k < 3) last_codes = load_shared_8(other + next);
-      store_shared((to ^ 16) + at, last_values);
+    constexpr uint32_t kNext = 2 * kTileBytes;
+    const uint32_t parity_at = static_cast<uint32_t>(parity() * 8);
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      // Downwards, as the scales lie beside the first sixteen. Each load long before its use.
+      const uint32_t scales = (first(tiles) + static_cast<uint32_t>(i * 16 * 128)) ^ 16;
+      uint32_t to = (scales ^ 16) + 3 * kNext;
+      uint2 first_codes = load_shared_8(to + parity_at), last_codes = load_shared_8(to + 8 - parity_at);
+      float scale = load_shared_float(scales + 12);
+#pragma unroll 1
+      for (int k = 3; k >= 0; --k, to -= kNext) {
+        const uint2 first_now = first_codes, last_now = last_codes;
+        const float scale_now = scale;
+        if (k > 0) {
+          first_codes = load_shared_8(to - kNext + parity_at);
+          last_codes = load_shared_8(to - kNext + 8 - parity_at);
+          scale = load_shared_float(scales + static_cast<uint32_t>(k * 4 - 4));
+        }
+        store_shared(to, scaled_to_bf16(first_now, scale_now));
+        store_shared(to ^ 16, scaled_to_bf16(last_now, scale_now));
+      }
     }
   }
 
@@ -239,7 +251,7 @@ struct CodeCopier {
     const uint32_t first_to = first_of_tile(tile);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const SourceRow<e4m3> row = parity() == 0 ? source(i) : source(2 + i);
+      const SourceRow<e4m3> row = source(i + 2 * parity());
       const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
       row.copy(to, column + RowCopier::chunk() % 4 * 16);
       row.copy(to ^ 16, layout.scales);
@@ -296,26 +308,11 @@ class KeyFinder {
     later_ = position(block_ + 3);
     ++block_;
   }
-  // For the copiers: the key rows of this block, or of the block before. All the warp's lanes call, and before they copy:
-  // exchanges would queue behind copies.
-  class Sources {
-   public:
-    __device__ __forceinline__ Sources(const K* pool, uint32_t place) : pool_(pool) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        places_[i] = __shfl_sync(~0u, place, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
-      }
-    }
-    __device__ __forceinline__ SourceRow<K> operator()(int i) const {
-      return {pool_ + uint64_t{places_[i]} * kUnit, places_[i] != kNowhere};
-    }
-
-   private:
-    const K* const pool_;
-    uint32_t places_[4];
-  };
-  __device__ __forceinline__ Sources sources() const { return {view_.keys.pool, this_}; }
-  __device__ __forceinline__ Sources sources_before() const { return {view_.keys.pool, before_}; }
+  // For the copiers: row i of this block, or of the block before. All the warp's lanes call.
+  __device__ __forceinline__ SourceRow<K> source(int i) const { return at(found(this_, i)); }
+  __device__ __forceinline__ SourceRow<K> source_before(int i) const { return at(found(before_, i)); }
+  // The row of this block that the lane has looked for; two lanes have the same.
+  __device__ __forceinline__ SourceRow<K> own() const { return at(this_); }
 
  private:
   static constexpr int kUnit = 16 / static_cast<int>(sizeof(K));  // places count 16 bytes
@@ -336,6 +333,13 @@ class KeyFinder {
     return static_cast<uint32_t>(page) * static_cast<uint32_t>(view_.keys.page_stride / kUnit) +
            static_cast<uint32_t>(position) % static_cast<uint32_t>(kPageRows) *
                static_cast<uint32_t>(view_.keys.row_stride / kUnit);
+  }
+
+  static __device__ __forceinline__ uint32_t found(uint32_t place, int i) {
+    return __shfl_sync(~0u, place, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
+  }
+  __device__ __forceinline__ SourceRow<K> at(uint32_t place) const {
+    return {place == kNowhere ? nullptr : view_.keys.pool + uint64_t{place} * kUnit};
   }
 
   const LatentView<K>& view_;
@@ -407,28 +411,14 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     barrier_arrive_after_copies(kCodes ? &shared.copied[stage.place] : &shared.full[stage.place]);
     stage.advance();
   };
-  const auto ropes = [&](const SourceRow<K>& row) {
-    if constexpr (kCodes) {
-      return SourceRow<bf16>{latent_ropes(view.latents, row.from), row.exists};
-    } else {
-      return SourceRow<bf16>{row.from + kLatentWidth, row.exists};
-    }
-  };
+  const int rope_column = kCodes ? view.latents.ropes / static_cast<int>(sizeof(bf16)) : kLatentWidth;
+  const auto as_bf16 = [](const SourceRow<K>& row) { return SourceRow<bf16>{reinterpret_cast<const bf16*>(row.from)}; };
   const auto copy_last = [&](const auto& source) {
     if constexpr (kRope) {
-      RowCopier::copy<1>(shared.last[last.place], 0, [&](int i) { return ropes(source(i)); });
+      RowCopier::copy<1>(shared.last[last.place], rope_column, [&](int i) { return as_bf16(source(i)); });
     }
     barrier_arrive_after_copies(&shared.last_full[last.place]);
     last.advance();
-  };
-  // To be copied soon, and then quickly: the products that wait for the tile stand between two blocks' weighing.
-  const auto expect_last = [&](const auto& source) {
-    if constexpr (kRope) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (RowCopier::chunk() / 2 == i) ropes(source(i)).prefetch(RowCopier::chunk() % 2 * 56);
-      }
-    }
   };
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
     const KeyList list = keys_of(view, t);
@@ -436,7 +426,7 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     if (begin >= end) continue;
     const auto head = [&](int i) {
       const int h = first_head() + RowCopier::row() + 16 * i;
-      return SourceRow<bf16>{view.q.at(t, min(h, view.heads - 1)), h < view.heads};
+      return SourceRow<bf16>{h < view.heads ? view.q.at(t, h) : nullptr};
     };
     KeyFinder<K> keys(view, list, begin);
     await_stage();
@@ -457,8 +447,8 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     for (int block = begin; block < end; ++block) {
       keys.advance();
       await_stage();
-      if (block > begin + 2) copy_last(keys.sources_before());
-      const auto source = keys.sources();
+      if (block > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
+      const auto source = [&](int i) { return keys.source(i); };
       unsigned char* const tiles = shared.stages[stage.place][0];
       if constexpr (kCodes) {
         CodeCopier::copy(tiles, view.latents, source);
@@ -466,11 +456,17 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
         RowCopier::copy<kLatentTiles>(tiles, 0, source);
       }
       done();
-      block < begin + 2 ? copy_last(source) : expect_last(source);
+      if (block < begin + 2) {
+        copy_last(source);
+      } else if constexpr (kRope) {
+        // To be copied soon, and then quickly: the products that wait for the tile stand between two blocks' weighing.
+        const bf16* const row = as_bf16(keys.own()).from;
+        if (row != nullptr) prefetch_line(row + rope_column + (thread_again() % kWarp < 16 ? 0 : 56));
+      }
     }
     if (end > begin + 2) {
       await_stage();
-      copy_last(keys.sources());
+      copy_last([&](int i) { return keys.source(i); });
     }
   }
 }
@@ -556,14 +552,19 @@ class StageRestorer {
       restore();
     }
   }
-  // Restores what comes while it waits; where there are no codes it waits.
-  __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+  // Waits for both; where there are codes it restores what comes meanwhile.
+  __device__ __forceinline__ void wait(uint64_t* one, uint64_t* other, int parity) {
     if constexpr (kCodes) {
-      while (!passed(barrier, parity)) {
-        if (t_ < share_.queries && passed(&shared_.copied[stage_.place], stage_.parity)) restore();
-      }
+      while (!passed(one, parity) || !passed(other, parity)) look();
     } else {
-      barrier_wait(barrier, parity);
+      barrier_wait(one, parity);
+      barrier_wait(other, parity);
+    }
+  }
+  // Restores a stage if one is there.
+  __device__ __forceinline__ void look() {
+    if constexpr (kCodes) {
+      if (t_ < share_.queries && passed(&shared_.copied[stage_.place], stage_.parity)) restore();
     }
   }
 
@@ -583,8 +584,7 @@ class StageRestorer {
   __device__ __forceinline__ void restore() {
     if (!heads_) {
       constexpr int kRows = 4 / kRestorers;
-#pragma unroll 1
-      for (int i = 0; i < kRows; ++i) CodeCopier::restore(shared_.stages[stage_.place][0], part_ * kRows + i);
+      CodeCopier::restore(shared_.stages[stage_.place][0], part_ * kRows, part_ * kRows + kRows);
       --left_;
     }
     heads_ = false;
@@ -610,35 +610,47 @@ class StageRestorer {
 constexpr int kLatentThreads = 4 * 128;
 
 // The tensor cores are to have work during the softmax of a block. So the weighing of the block before starts
-// only when this one's products are done, though its weights were there earlier.
+// only when this one's products are done, though its weights were there earlier; unless this one's keys are not yet there.
 template <bool kRope, class K>
 __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share) {
   Ring<kLatentStages> stage, previous = {-1, 0};  // of the block before, perhaps of the query before
   Ring<2> last;
+  bool scored = true;  // the weighing of the block before may start
+  const auto may_weigh = [&] {
+    if (!scored) arrive_once_a_warp(&shared.scored[previous.place]);
+    scored = true;
+  };
+  const auto await_stage = [&] {
+    if (!__all_sync(~0u, barrier_passed(&shared.full[stage.place], stage.parity))) {
+      may_weigh();
+      barrier_wait(&shared.full[stage.place], stage.parity);
+    }
+  };
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
     int left = key_count(view, t);
     SoftmaxRows rows;
     if (left > 0) {
       LatentQueries<kRope> queries;
-      barrier_wait(&shared.full[stage.place], stage.parity);
+      await_stage();
       queries.load(shared, stage.place);
       arrive_once_a_warp(&shared.empty[stage.place], 2);  // instead of the warps that weigh
       arrive_once_a_warp(&shared.weighed[stage.place]);
       arrive_once_a_warp(&shared.scored[stage.place]);
       stage.advance();
       do {
-        barrier_wait(&shared.full[stage.place], stage.parity);
+        await_stage();
         fence_async_proxy();
         float scores[32];
         queries.score(shared, stage.place, last, scores);
-        if (previous.place >= 0) arrive_once_a_warp(&shared.scored[previous.place]);
+        may_weigh();
         if (left <= kLatentKeys) {
           arrive_once_a_warp(&shared.queries_empty);
           // The factor before has been read.
           if (previous.place >= 0) barrier_wait(&shared.empty[previous.place], previous.parity);
         }
         previous = stage;
+        scored = false;
         if (kRope) LatentQueries<kRope>::sync();  // all have awaited the products with the last tile
         float rescale[2];
         uint32_t weights[4][4];
@@ -673,8 +685,7 @@ __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const
     for (int r = 0; r < 2; ++r)
       store_lse(view, t, first_head() + row_of_thread() + 8 * r, rows.top[r], rows.sum[r]);
   }
-  if (previous.place >= 0)
-    arrive_once_a_warp(&shared.scored[previous.place]);  // nothing follows the last block
+  may_weigh();  // nothing follows the last block
 }
 
 template <bool kRope, class K>
@@ -690,14 +701,13 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
     if (end > 0) stage.advance();  // the queries
     for (int block = 0; block < end; ++block) {
       const int row = row_of_thread();
-      restorer.wait(&shared.weighed[stage.place], stage.parity);
+      restorer.wait(&shared.weighed[stage.place], &shared.scored[stage.place], stage.parity);
       const float rescale[2] = {shared.rescale[last.place][row], shared.rescale[last.place][row + 8]};
       if (block + 1 == end) factor[0] = shared.factor[row], factor[1] = shared.factor[row + 8];
       if (!all_ones(rescale)) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= rescale[i / 2 % 2];
       }
-      restorer.wait(&shared.scored[stage.place], stage.parity);
       fence_async_proxy();
       const uint64_t weights = factor_descriptor(shared.last[last.place], 0);
       const uint64_t values = factor_descriptor(shared.stages[stage.place][half * kTiles], kTileBytes);
@@ -713,6 +723,7 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
         }
       }
       wgmma_commit();
+      restorer.look();
       wgmma_wait<0>();
       wgmma_pin(o[0]);
       wgmma_pin(o[1]);
@@ -822,42 +833,41 @@ struct WeighShared {
   unsigned char values[kWeighStages][kTileBytes];  // 64 columns
   float scores[kWeighStages][kScoreValues];
   uint64_t full[kWeighStages], empty[kWeighStages];
+  uint64_t copied[kWeighStages];  // with codes, as LatentShared's
 };
+
+// One warpgroup copies, one weighs; one restores where there are codes.
+template <class K>
+constexpr int kWeighThreads = (sizeof(K) == 1 ? 3 : 2) * 128;
 
 // Columns from 64 blockIdx.z on.
 template <class K>
-__global__ void __launch_bounds__(2 * 128, 2)
+__global__ void __launch_bounds__(kWeighThreads<K>, 2)
     weigh_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores from) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<WeighShared*>(memory);
+  constexpr bool kCodes = sizeof(K) == 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWeighStages; ++i) {
-      barrier_init(&shared.full[i], 128);
+      barrier_init(&shared.full[i], kCodes ? 4 : 128);
+      barrier_init(&shared.copied[i], 128);
       barrier_init(&shared.empty[i], 4);
     }
     barrier_init_done();
   }
   __syncthreads();
-  constexpr bool kCodes = sizeof(K) == 1;
   const int t = static_cast<int>(blockIdx.x), column = static_cast<int>(blockIdx.z) * 64;
   const int count = key_count(view, t);
   Ring<kWeighStages> stage;
-  if (threadIdx.x < 128) {
+  const int role = static_cast<int>(threadIdx.x) / 128;
+  if (role == 0) {
+    if constexpr (kCodes) give_registers<40>();
     const KeyList list = keys_of(view, t);
     KeyFinder<K> keys(view, list, 0);
-    // Codes are restored when the copies of two more blocks are on their way.
-    constexpr int kAhead = 2;
-    Ring<kWeighStages> restored;
-    const auto restore = [&] {
-      CodeCopier::restore_tile(shared.values[restored.place], column);
-      barrier_arrive(&shared.full[restored.place]);
-      restored.advance();
-    };
-    const int blocks = (count + kLatentKeys - 1) / kLatentKeys;
-    for (int block = 0; block < blocks; ++block, stage.advance()) {
+    for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
       keys.advance();
       barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
-      const auto source = keys.sources();
+      const auto source = [&](int i) { return keys.source(i); };
       if constexpr (kCodes) {
         CodeCopier::copy_tile(shared.values[stage.place], column, view.latents, source);
       } else {
@@ -867,21 +877,22 @@ __global__ void __launch_bounds__(2 * 128, 2)
       const uint32_t to = shared_address(shared.scores[stage.place] + threadIdx.x * 4);
 #pragma unroll
       for (int i = 0; i < 8; ++i) copy_async(to + i * 2048, scores + i * 512);
-      if constexpr (kCodes) {
-        commit_copies();
-        if (block < kAhead) continue;
-        wait_for_copies<kAhead>();
-        restore();
-      } else {
-        barrier_arrive_after_copies(&shared.full[stage.place]);
-      }
-    }
-    if constexpr (kCodes) {
-      wait_for_copies();
-      for (int block = max(0, blocks - kAhead); block < blocks; ++block) restore();
+      barrier_arrive_after_copies(kCodes ? &shared.copied[stage.place] : &shared.full[stage.place]);
     }
     return;
   }
+  if (role == 2) {
+    if constexpr (kCodes) {
+      give_registers<56>();
+      for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
+        barrier_wait(&shared.copied[stage.place], stage.parity);
+        CodeCopier::restore_tile(shared.values[stage.place], column);
+        arrive_once_a_warp(&shared.full[stage.place]);
+      }
+    }
+    return;
+  }
+  if constexpr (kCodes) take_registers<144>();
   const int row = row_of_thread();
   SoftmaxRows rows;
   float o[32] = {}, factor[2] = {0.0f, 0.0f};
