@@ -59,7 +59,7 @@ void advise_on_waiting(const RunData& run, size_t rl, std::vector<Advice>* out) 
   if (shares.checkpoint > 0.15) {
     out->push_back(
         {Advice::kHint, absl::StrCat("Checkpoints took ", percent(shares.checkpoint),
-                                     " of the time: raise rl.publish_every, or use a faster disk.")});
+                                     " of the time: raise learner.checkpoint_every, or use a faster disk.")});
   }
 }
 

@@ -14,13 +14,11 @@
 
 #include "absl/strings/str_format.h"
 #include "common/check.h"
-#include "common/crc32c.h"
+#include "common/records.h"
 
 namespace slipstream::gateway {
 namespace {
 
-constexpr int64_t kHeaderBytes = 8;
-constexpr int64_t kRecordBytesMax = int64_t{1} << 30;  // protobuf's own limit is 2 GiB
 constexpr int64_t kSegmentBytesMax = int64_t{1} << 30;
 
 absl::Status file_error(int error, const std::string& what) {
@@ -33,57 +31,17 @@ absl::Status file_error(int error, const std::string& what) {
   }
 }
 
-void put_u32(std::string* out, uint32_t value) {
-  for (int shift = 0; shift < 32; shift += 8) out->push_back(static_cast<char>(value >> shift));
-}
-uint32_t get_u32(const char* p) {
-  uint32_t value = 0;
-  for (int i = 3; i >= 0; --i) value = value << 8 | static_cast<uint8_t>(p[i]);
-  return value;
-}
-
+// A record's body is a type and a payload.
 void frame(const Record& record, std::string* out) {
-  std::string length;
-  put_u32(&length, static_cast<uint32_t>(record.payload.size() + 1));
   const char type = static_cast<char>(record.type);
-  const uint32_t crc = crc32c(record.payload, crc32c({&type, 1}, crc32c(length)));
-  out->append(length);
-  put_u32(out, crc);
-  out->push_back(type);
-  out->append(record.payload);
+  append_record({std::string_view(&type, 1), record.payload}, out);
 }
-
-// The type and payload of the record at `offset`, or what is wrong with it.
-struct Framed {
-  std::string_view body;  // type and payload
-  std::string problem;
-};
-Framed parse_frame(std::string_view data, int64_t offset) {
-  const int64_t left = static_cast<int64_t>(data.size()) - offset;
-  if (left < kHeaderBytes) return {{}, "the record's header is cut short"};
-  const int64_t length = get_u32(data.data() + offset);
-  if (length < 1 || length > kRecordBytesMax) return {{}, absl::StrCat("length ", length)};
-  if (length > left - kHeaderBytes) {
-    return {{}, absl::StrCat("length ", length, ", but the file has ", left - kHeaderBytes, " bytes more")};
-  }
-  const auto type = static_cast<uint8_t>(data[offset + kHeaderBytes]);
+FramedRecord parse_frame(std::string_view data, int64_t offset) {
+  FramedRecord framed = parse_record(data, offset);
+  if (!framed.problem.empty()) return framed;
+  const auto type = static_cast<uint8_t>(framed.body[0]);
   if (type < 1 || type > static_cast<uint8_t>(RecordType::kLearner)) return {{}, absl::StrCat("record type ", type)};
-  const std::string_view body = data.substr(offset + kHeaderBytes, length);
-  if (crc32c(body, crc32c(data.substr(offset, 4))) != get_u32(data.data() + offset + 4)) return {{}, "checksum differs"};
-  return {body, {}};
-}
-
-// Whether an intact record starts anywhere from `offset` on. Gives up (nullopt) after reading 8 GiB for checksums: bytes
-// that look like headers of long records are rare but cost a pass each.
-std::optional<bool> has_record_after(std::string_view data, int64_t offset) {
-  int64_t budget = int64_t{8} << 30;
-  for (; offset + kHeaderBytes < static_cast<int64_t>(data.size()); ++offset) {
-    const Framed framed = parse_frame(data, offset);
-    if (framed.problem.empty()) return true;
-    if (framed.problem == "checksum differs") budget -= get_u32(data.data() + offset);
-    if (budget < 0) return std::nullopt;
-  }
-  return false;
+  return framed;
 }
 
 void count_delivered(const v1::LogDelivered& delivered, v1::LogSnapshot* state) {
@@ -273,7 +231,7 @@ absl::Status TrajectoryLog::replay_segment(uint32_t segment, bool first, bool la
     segment_ = segment;
   }
   while (size_ < size) {
-    const Framed framed = parse_frame(data, size_);
+    const FramedRecord framed = parse_frame(data, size_);
     if (!framed.problem.empty()) {
       if (last) {
         RETURN_IF_ERROR(cut_tail(segment, data, size_, framed.problem));
@@ -295,7 +253,7 @@ absl::Status TrajectoryLog::replay_segment(uint32_t segment, bool first, bool la
     if (!status.ok()) {
       return absl::DataLossError(absl::StrCat(path(segment), ": offset ", size_, ": ", std::string(status.message())));
     }
-    size_ += kHeaderBytes + static_cast<int64_t>(framed.body.size());
+    size_ += kRecordHeaderBytes + static_cast<int64_t>(framed.body.size());
   }
   if (size_ > 0) return absl::OkStatus();
   // Killed between making the file and writing its first record.
@@ -362,7 +320,7 @@ absl::Status TrajectoryLog::start_segment(uint32_t segment) {
 
 uint32_t TrajectoryLog::append(std::vector<Record> records, Done done) {
   size_t bytes = 0;
-  for (const Record& record : records) bytes += kHeaderBytes + 1 + record.payload.size();
+  for (const Record& record : records) bytes += kRecordHeaderBytes + 1 + record.payload.size();
   const absl::MutexLock lock(&mutex_);
   queue_.push_back({std::move(records), std::move(done), bytes});
   return segment_;
@@ -489,14 +447,14 @@ absl::StatusOr<std::string> TrajectoryLog::read(Position position) const {
   const uint32_t segment = segment_of(position);
   const auto offset = static_cast<int64_t>(position & 0xffffffff);
   ASSIGN_OR_RETURN(const std::unique_ptr<File> file, File::open(path(segment), O_RDONLY));
-  std::string bytes(kHeaderBytes, '\0');
-  RETURN_IF_ERROR(file->read(bytes.data(), kHeaderBytes, offset));
-  const int64_t length = get_u32(bytes.data());
+  std::string bytes(kRecordHeaderBytes, '\0');
+  RETURN_IF_ERROR(file->read(bytes.data(), kRecordHeaderBytes, offset));
+  const int64_t length = record_length(bytes);
   if (length <= kRecordBytesMax) {
-    bytes.resize(kHeaderBytes + length);
-    RETURN_IF_ERROR(file->read(bytes.data() + kHeaderBytes, length, offset + kHeaderBytes));
+    bytes.resize(kRecordHeaderBytes + length);
+    RETURN_IF_ERROR(file->read(bytes.data() + kRecordHeaderBytes, length, offset + kRecordHeaderBytes));
   }
-  const Framed framed = parse_frame(bytes, 0);
+  const FramedRecord framed = parse_frame(bytes, 0);
   if (!framed.problem.empty()) {
     return absl::DataLossError(absl::StrCat(path(segment), ": offset ", offset, ": ", framed.problem));
   }

@@ -1,7 +1,6 @@
 // The durable log of trajectories: append-only segments 00000001.log, 00000002.log, ... in one directory. A segment is a
-// sequence of records [u32 length][u32 crc32c][u8 type, payload], little-endian; length counts type and payload, the CRC
-// covers length, type and payload; payloads are the messages of log.proto. Its first record is a LogSnapshot of all that
-// came before, so that the oldest segments can be deleted.
+// sequence of records (common/records.h) of a type, u8, and a payload; payloads are the messages of log.proto. Its first record is a
+// LogSnapshot of all that came before, so that the oldest segments can be deleted.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "learner/journal.h"
 #include "learner/manifest.h"
 #include "model/checkpoint.h"
 #include "model/checkpoint_writer.h"
@@ -44,36 +45,6 @@ void read_ids(model::JsonReader& json, const char* key,
               google::protobuf::RepeatedPtrField<std::string>* ids) {
   if (!json.has(key)) return json.fail(key, "a list of ids in hexadecimal");
   for (const std::string& id : json.get_strings(key)) *ids->Add() = absl::HexStringToBytes(id);
-}
-
-std::string to_json(const LearnerState& state) {
-  ordered_json dropped = ordered_json::object();
-  for (const auto& [reason, ids] : state.commit.dropped()) dropped[reason] = ids_to_json(ids.rollout_ids());
-  const ordered_json json = {
-      {"format", kFormat},
-      {"step", state.step},
-      {"warmup_steps", state.warmup_steps},
-      {"rl_steps", state.rl_steps},
-      {"phase", name_of(state.phase)},
-      {"policy_version", state.policy_version},
-      {"incarnation", state.incarnation},
-      {"skipped_in_row", state.skipped_in_row},
-      {"optimizer_updates", state.optimizer_updates},
-      {"wall_seconds", state.wall_seconds},
-      {"wait_data_seconds", state.wait_data_seconds},
-      {"demonstration_probabilities", state.demonstration_probabilities},
-      {"weights_id", state.weights_id},
-      {"log_id", state.log_id},
-      {"groups_end", state.groups_end},
-      {"commit",
-       {{"step", state.commit.step()},
-        {"policy_version", state.commit.policy_version()},
-        {"final", state.commit.final()},
-        {"trained", ids_to_json(state.commit.trained_rollout_ids())},
-        {"dropped", dropped}}},
-      {"report", to_json(state.report)},
-  };
-  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 std::vector<double> read_numbers(model::JsonReader& json, const char* key) {
@@ -167,6 +138,44 @@ std::vector<NamedTensor> optimizer_tensors(const PolicyWeights& weights, const A
 
 }  // namespace
 
+std::string to_json(const LearnerState& state) {
+  ordered_json dropped = ordered_json::object();
+  for (const auto& [reason, ids] : state.commit.dropped()) dropped[reason] = ids_to_json(ids.rollout_ids());
+  const ordered_json json = {
+      {"format", kFormat},
+      {"step", state.step},
+      {"warmup_steps", state.warmup_steps},
+      {"rl_steps", state.rl_steps},
+      {"phase", name_of(state.phase)},
+      {"policy_version", state.policy_version},
+      {"incarnation", state.incarnation},
+      {"skipped_in_row", state.skipped_in_row},
+      {"optimizer_updates", state.optimizer_updates},
+      {"wall_seconds", state.wall_seconds},
+      {"wait_data_seconds", state.wait_data_seconds},
+      {"demonstration_probabilities", state.demonstration_probabilities},
+      {"weights_id", state.weights_id},
+      {"log_id", state.log_id},
+      {"groups_end", state.groups_end},
+      {"commit",
+       {{"step", state.commit.step()},
+        {"policy_version", state.commit.policy_version()},
+        {"final", state.commit.final()},
+        {"trained", ids_to_json(state.commit.trained_rollout_ids())},
+        {"dropped", dropped}}},
+      {"report", to_json(state.report)},
+  };
+  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+absl::StatusOr<LearnerState> parse_state(std::string_view json, const std::string& path) {
+  const ordered_json parsed = ordered_json::parse(json, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object()) {
+    return absl::DataLossError(absl::StrCat(path, ": ", json.size(), " bytes, expected a whole JSON object"));
+  }
+  return read_state_fields(model::JsonReader(parsed, path));
+}
+
 Checkpoints::Checkpoints(std::string root, int keep, std::string carry_from, Logger log, Hook hook)
     : root_(std::move(root)),
       keep_(keep),
@@ -239,16 +248,20 @@ void Checkpoints::remove_old(const std::string& newest) const {
     if (name > newest) fs::remove_all(root_ + "/" + name, ignored);
     return name >= newest;
   });
-  for (size_t i = 0; i + static_cast<size_t>(keep_) - 1 < names.size(); ++i) {
+  for (size_t i = 0; i < names.size(); ++i) {
+    const std::string dir = root_ + "/" + names[i];
     std::error_code ignored;
-    fs::remove_all(root_ + "/" + names[i], ignored);
+    if (i + static_cast<size_t>(keep_) - 1 < names.size()) fs::remove_all(dir, ignored);
+    remove_journal(dir);  // nobody goes on from there
   }
 }
 
+std::string Checkpoints::directory(int64_t step) const { return root_ + "/" + directory_name(step); }
+
 absl::Status Checkpoints::save(const LearnerState& state, const PolicyWeights& weights,
                                const AdamW& optimizer) const {
-  const std::string name = directory_name(state.step);
-  const std::string temporary = root_ + "/" + kTemporary + name, dir = root_ + "/" + name;
+  const std::string name = directory_name(state.step), dir = directory(state.step);
+  const std::string temporary = root_ + "/" + kTemporary + name;
   std::error_code error;
   fs::remove_all(temporary, error);
   fs::create_directories(temporary, error);
@@ -277,12 +290,7 @@ absl::StatusOr<LearnerState> Checkpoints::read_state(const std::string& dir) {
   if (!in) return absl::NotFoundError(absl::StrCat(path, ": cannot be read"));
   std::stringstream text;
   text << in.rdbuf();
-  const ordered_json json = ordered_json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) {
-    return absl::DataLossError(
-        absl::StrCat(path, ": ", text.str().size(), " bytes, expected a whole JSON object"));
-  }
-  return read_state_fields(model::JsonReader(json, path));
+  return parse_state(text.str(), path);
 }
 
 // Going on from an older checkpoint would not be exact: what was trained since is gone from the gateway's

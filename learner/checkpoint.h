@@ -2,7 +2,7 @@
 //
 //   <root>/step_00000012/   config.json, model.safetensors (published format), optimizer/ (fp32 masters where
 //                           the file's dtype cannot hold them, moments), learner.json, manifest.json (written
-//                           last: CRCs of all the others)
+//                           last: CRCs of all the others); journal.log comes later (learner/journal.h)
 //   <root>/latest           a symbolic link to the newest complete one
 #pragma once
 
@@ -43,6 +43,9 @@ struct LearnerState {
   // process dies before it could write the line.
   StepReport report;
 };
+std::string to_json(const LearnerState& state);
+// path: for messages, which name it and the field.
+absl::StatusOr<LearnerState> parse_state(std::string_view json, const std::string& path);
 
 class Checkpoints {
  public:
@@ -59,13 +62,14 @@ class Checkpoints {
 
   // weights: fetched. Everything is written to a temporary directory and fsync'd, renamed, then `latest` is replaced. After OK
   // the checkpoint is found by find() whatever happens; after a crash at any point find() gives this or the
-  // previous one. Older ones are removed.
+  // previous one. Older ones are removed; those that stay lose their journals.
   absl::Status save(const LearnerState& state, const PolicyWeights& weights, const AdamW& optimizer) const;
 
   // The state in `dir`, after every file there was found to be as it was written. Errors name the file, what
   // is there and what was expected (NotFound, InvalidArgument, DataLoss), and the newest older checkpoint
   // that is intact. An older one is never taken instead: the gateway no longer has what was trained since.
   absl::StatusOr<LearnerState> read(const std::string& dir) const;
+  std::string directory(int64_t step) const;
   // learner.json alone. Errors name file and field.
   static absl::StatusOr<LearnerState> read_state(const std::string& dir);
   // The optimizer and the exact masters of `dir`, from which `weights` were loaded.

@@ -61,6 +61,7 @@ LearnerConfig LearnerConfig::from(ConfigNode root) {
   read_optimizer(learner.child("optimizer"), &out.optimizer);
   learner.read("max_skipped_steps", &out.max_skipped_steps, 1);
   read_warmup(learner.child("warmup"), &out.warmup);
+  learner.read("checkpoint_every", &out.checkpoint_every, 0);
   learner.read("keep_checkpoints", &out.keep_checkpoints, 1);
   learner.read("log_rollouts", &out.log_rollouts, 0);
   learner.read("record_batches", &out.record_batches, 0);

@@ -43,6 +43,7 @@ struct LearnerConfig {
   AdamWConfig optimizer;
   int max_skipped_steps = 3;  // non-finite gradients in a row before the run stops
   WarmupConfig warmup;
+  int64_t checkpoint_every = 0;  // RL steps; 0: as often as a tenth of the time is enough for
   int keep_checkpoints = 2;
   int log_rollouts = 16;   // trajectories a step in rollouts/*.jsonl
   int record_batches = 0;  // first RL batches kept as they came, in batches/*.pb: to look into a step again

@@ -6,79 +6,20 @@
 #include <random>
 #include <thread>
 
-#include "absl/strings/str_join.h"
-#include "kernels/cuda/runtime.h"
+#include "common/records.h"
 #include "learner/step_statistics.h"
-#include "model/weights.h"
+#include "learner/timer.h"
 
 namespace slipstream::learner {
 namespace {
 
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+constexpr size_t kProbabilityWindow = 5;  // warm-up steps whose demonstration probabilities are averaged
+constexpr int kHellosMax = 8;             // times one request may find a gateway that does not know us
 
 int64_t wall_microseconds() {
   return std::chrono::duration_cast<std::chrono::microseconds>(
              std::chrono::system_clock::now().time_since_epoch())
       .count();
-}
-
-// Adds the time from construction to destruction to a sum.
-class Timer {
- public:
-  explicit Timer(double* sum) : sum_(sum), begin_(steady_seconds()) {}
-  ~Timer() { *sum_ += steady_seconds() - begin_; }
-
- private:
-  double* sum_;
-  double begin_;
-};
-
-constexpr size_t kProbabilityWindow = 5;  // warm-up steps whose demonstration probabilities are averaged
-constexpr int kHellosMax = 8;             // times one request may find a gateway that does not know us
-
-// The first byte of what rank 0 tells the others; payload follows.
-enum class Command : char { kBatch = 'B', kPublished = 'P', kCommitted = 'C', kEnd = 'E' };
-
-void tell(parallel::Group& group, Command command, const std::string& payload = "") {
-  if (group.size() == 1) return;
-  std::string bytes;
-  bytes.reserve(payload.size() + 1);
-  bytes.push_back(static_cast<char>(command));
-  bytes.append(payload);
-  group.broadcast(bytes, 0);
-}
-
-// A run goes on in the shape it began with: rollout workers start from model.path, and would never take other tensors.
-absl::Status check_same_shape(const std::string& dir, const std::string& model_path) {
-  ASSIGN_OR_RETURN(const model::ModelConfig config, model::read_model_config(dir));
-  ASSIGN_OR_RETURN(const model::ModelConfig wanted, model::read_model_config(model_path));
-  const std::vector<model::Parameter> have = model::list_parameters(config, config.mtp_layers > 0);
-  const std::vector<model::Parameter> want = model::list_parameters(wanted, wanted.mtp_layers > 0);
-  for (size_t i = 0; i < std::max(have.size(), want.size()); ++i) {
-    const auto text = [i](const std::vector<model::Parameter>& list) {
-      return i < list.size() ? absl::StrCat(list[i].name, " [", absl::StrJoin(list[i].shape, ", "), "]") : "no more tensors";
-    };
-    if (text(have) == text(want)) continue;
-    return absl::InvalidArgumentError(absl::StrCat("model.path: ", model_path, ": ", text(want), ", but the run's checkpoint ", dir,
-                                                   " has ", text(have), "; expected the model that the run began with"));
-  }
-  return absl::OkStatus();
-}
-
-// Whether masters and moments are kept on the GPU that computes.
-absl::StatusOr<MasterPlace> place_of_masters(Offload offload, const model::ModelConfig& config, kernels::Stream& compute) {
-  if (!compute.on_cuda() || offload == Offload::kAlways) return MasterPlace::kHost;
-  int64_t parameters = 0;
-  for (const model::Parameter& parameter : model::list_parameters(config, config.mtp_layers > 0)) parameters += parameter.numel();
-  // bf16 weights, their gradients in fp32, and what is in question: masters and two moments. The rest is for activations,
-  // and for a rollout worker that may share the GPU.
-  const int64_t bytes = parameters * (2 + 4 + 12), free = kernels::cuda::free_memory();
-  if (offload == Offload::kAuto) return bytes <= free / 3 * 2 ? MasterPlace::kDevice : MasterPlace::kHost;
-  if (bytes <= free) return MasterPlace::kDevice;
-  return absl::ResourceExhaustedError(absl::StrCat("learner.optimizer.offload: false, but weights, gradients, masters and moments "
-                                                   "take ", bytes, " bytes and the GPU has ", free, " free; expected auto or true"));
 }
 
 // The mean probability of a whole demonstration: what a greedy-free sampler would earn on tasks with one
@@ -140,7 +81,14 @@ absl::Status Learner::start() {
     ASSIGN_OR_RETURN(device_stream_, kernels::Stream::create(config_.model.device, 0));
   }
   RETURN_IF_ERROR(agree(is_root() ? lock_.take(job_.run_directory()) : absl::OkStatus(), "locking the run"));
-  RETURN_IF_ERROR(agree(restore(), "restoring"));
+  std::string dir;
+  RETURN_IF_ERROR(agree(restore(&dir), "restoring"));
+  checkpoint_step_ = state_.step;
+  RETURN_IF_ERROR(agree(repeat_journal(dir), "repeating steps"));
+  if (state_.weights_id.empty()) state_.weights_id = absl::StrCat(job_.run_id, "-", absl::Hex(std::random_device{}()));
+  exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
+  durable_step_ = state_.step;
+  state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
   if (!is_root()) return absl::OkStatus();
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
@@ -148,44 +96,10 @@ absl::Status Learner::start() {
                                              .batch_timeout_ms = config_.batch_timeout_ms},
                                             log_));
   // In the middle of a warm-up the weights are no published version: workers have version 0 from model.path.
-  if (exactly_published_)
-    RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
+  if (exactly_published_) RETURN_IF_ERROR(hand_out());
   ASSIGN_OR_RETURN(server_, WeightsServer::start(config_.address, publisher_,
                                                  {.weights_id = state_.weights_id, .dtype = config_.model.dtype}, log_));
   metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
-  return absl::OkStatus();
-}
-
-// Loads the newest checkpoint, which rank 0 chooses, or the initial one.
-absl::Status Learner::restore() {
-  std::string dir = is_root() ? checkpoints_.find().value_or("") : "";
-  group_.broadcast(dir, 0);
-  if (!dir.empty()) {
-    ASSIGN_OR_RETURN(state_, checkpoints_.read(dir));
-    RETURN_IF_ERROR(check_same_shape(dir, config_.model.path));
-  } else if (config_.warmup.steps == 0) {
-    state_.phase = Phase::kRl;
-  }
-  const std::string& source = dir.empty() ? config_.model.path : dir;
-  ASSIGN_OR_RETURN(const model::ModelConfig model_config, model::read_model_config(source));
-  ASSIGN_OR_RETURN(const MasterPlace place, place_of_masters(config_.optimizer.offload, model_config, compute()));
-  ASSIGN_OR_RETURN(weights_, PolicyWeights::load(source, config_.model.dtype, *stream_, compute(), place));
-  ASSIGN_OR_RETURN(trainer_, Trainer::create(*weights_,
-                                             {.loss = config_.loss,
-                                              .optimizer = config_.optimizer,
-                                              .micro_batch_tokens = config_.micro_batch_tokens,
-                                              .recompute = config_.recompute},
-                                             group_, *stream_, compute()));
-  if (!dir.empty())
-    RETURN_IF_ERROR(Checkpoints::restore(dir, state_, *weights_, trainer_->optimizer(), *stream_, compute()));
-  if (state_.weights_id.empty()) state_.weights_id = absl::StrCat(job_.run_id, "-", absl::Hex(std::random_device{}()));
-  exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
-  durable_step_ = state_.step;
-  state_.incarnation = std::max(wall_microseconds(), state_.incarnation + 1);
-  log_->info("{}: step {}, policy version {}", source, state_.step, state_.policy_version);
-  if (compute().on_cuda()) {
-    log_->info("masters and moments are {}", place == MasterPlace::kDevice ? "on the GPU" : "in host memory (learner.optimizer.offload)");
-  }
   return absl::OkStatus();
 }
 
@@ -208,8 +122,19 @@ absl::Status Learner::run(std::stop_token stop, const Observers& observers) {
   compute().adopt();  // who created an engine on another GPU since made that one this thread's
   if (!is_root()) return follow();
   const absl::Status status = run_root(stop, observers);
-  tell(group_, Command::kEnd, absl::StrCat(absl::Hex(status.raw_code(), absl::kZeroPad2), status.message()));
+  tell_end(status);
   return status;
+}
+
+void Learner::tell(Command command, std::string_view payload) {
+  if (group_.size() == 1) return;
+  std::string bytes(1, static_cast<char>(command));
+  bytes.append(payload);
+  group_.broadcast(bytes, 0);
+}
+
+void Learner::tell_end(const absl::Status& status) {
+  tell(Command::kEnd, absl::StrCat(absl::Hex(status.raw_code(), absl::kZeroPad2), status.message()));
 }
 
 absl::Status Learner::run_root(std::stop_token stop, const Observers& observers) {
@@ -238,7 +163,7 @@ absl::Status Learner::follow() {
     CHECK(!bytes.empty());
     switch (static_cast<Command>(bytes[0])) {
       case Command::kBatch: {
-        v1::Batch message;
+        v1::JournalBatch message;
         CHECK(message.ParseFromArray(bytes.data() + 1, static_cast<int>(bytes.size() - 1)));
         TrainingBatch batch;
         RETURN_IF_ERROR(train(message, &batch).status());
@@ -311,28 +236,33 @@ absl::StatusOr<v1::Batch> Learner::next_batch(std::stop_token stop) {
   return batch;
 }
 
+double Learner::learning_rate() const {
+  return state_.phase == Phase::kWarmup ? config_.warmup.learning_rate
+                                        : scheduled_learning_rate(config_.optimizer, state_.rl_steps, config_.steps);
+}
+
 // Every rank, with the same message: the step and all that follows from it.
-absl::StatusOr<StepResult> Learner::train(const v1::Batch& message, TrainingBatch* batch) {
+absl::StatusOr<StepResult> Learner::train(const v1::JournalBatch& message, TrainingBatch* batch) {
   if (weights_->behind()) rewrite_shared_weights();  // of the step before, which was no version
   const bool warmup = state_.phase == Phase::kWarmup;
+  consumed_ = {message.consumed().begin(), message.consumed().end()};
   *batch =
-      make_training_batch(message,
+      make_training_batch(message.batch(),
                           {.vocab = weights_->config().vocab,
                            .max_positions = weights_->config().max_positions,
                            .kind = warmup ? v1::TRAJECTORY_KIND_DEMONSTRATION : v1::TRAJECTORY_KIND_ROLLOUT,
                            .advantages = {.std = config_.advantage_std},
                            .trained = &consumed_},
                           log_);
-  const double rate = warmup ? config_.warmup.learning_rate
-                             : scheduled_learning_rate(config_.optimizer, state_.rl_steps, config_.steps);
-  ASSIGN_OR_RETURN(StepResult result, trainer_->step(*batch, warmup ? "sft" : config_.loss.objective, rate));
+  ASSIGN_OR_RETURN(StepResult result,
+                   trainer_->step(*batch, warmup ? "sft" : config_.loss.objective, message.learning_rate()));
   ++state_.step;
   ++(warmup ? state_.warmup_steps : state_.rl_steps);
   exactly_published_ = exactly_published_ && !result.updated;
   state_.skipped_in_row = result.skipped ? state_.skipped_in_row + 1 : 0;
   if (!warmup) {
     take_ids(*batch, result);
-    for (const v1::Group& group : message.groups()) state_.groups_end = std::max(state_.groups_end, group.group_number() + 1);
+    for (const v1::Group& group : message.batch().groups()) state_.groups_end = std::max(state_.groups_end, group.group_number() + 1);
   }
   if (warmup) end_warmup_when_due(demonstration_probability(*batch, result.gradient));
   return result;
@@ -375,33 +305,7 @@ void Learner::count_publication() {
 void Learner::forget_consumed() {
   consumed_.clear();
   state_.commit.Clear();
-  if (is_root()) tell(group_, Command::kCommitted);
-}
-
-absl::Status Learner::save_checkpoint(double* seconds) {
-  const Timer timer(seconds);
-  state_.commit.set_step(state_.step);
-  state_.commit.set_policy_version(state_.policy_version);
-  state_.commit.set_final(finished());
-  LearnerState written = state_;
-  written.wall_seconds = wall_seconds();
-  if (state_.step > 1) RETURN_IF_ERROR(files_->sync());  // the lines before this step's, which it has itself
-  weights_->fetch(compute());
-  RETURN_IF_ERROR(checkpoints_.save(written, *weights_, trainer_->optimizer()));
-  durable_step_ = state_.step;
-  return absl::OkStatus();
-}
-
-// A new policy version: durable first, then handed out.
-absl::Status Learner::publish(double* checkpoint_seconds, double* publish_seconds) {
-  count_publication();
-  tell(group_, Command::kPublished);
-  RETURN_IF_ERROR(save_checkpoint(checkpoint_seconds));
-  const Timer timer(publish_seconds);
-  RETURN_IF_ERROR(publisher_.publish(state_.policy_version, weights_->master(), *stream_));
-  rewrite_shared_weights();
-  metrics_.set(metric::kPolicyVersion, state_.policy_version, {"learner"});
-  return absl::OkStatus();
+  if (is_root()) tell(Command::kCommitted);
 }
 
 absl::Status Learner::send_commit(std::stop_token stop, v1::CommitReply* reply) {
@@ -418,20 +322,32 @@ absl::Status Learner::send_commit(std::stop_token stop, v1::CommitReply* reply) 
   return absl::OkStatus();
 }
 
+// To the other ranks, and to the journal: what does not fit it needs a checkpoint.
+void Learner::note(const v1::JournalBatch& message) {
+  if (journal_ && static_cast<int64_t>(message.ByteSizeLong()) >= kRecordBytesMax) journal_.reset();
+  if (!journal_ && group_.size() == 1) return;
+  const std::string bytes = message.SerializeAsString();
+  tell(Command::kBatch, bytes);
+  if (journal_) journal_->add(bytes);
+}
+
 absl::Status Learner::one_step(std::stop_token stop, const Observers& observers) {
   StepReport report;
   report.phase = state_.phase;
-  v1::Batch message;
+  v1::JournalBatch message;
+  v1::Batch& delivered = *message.mutable_batch();
   {
     const Timer timer(&report.wait_data_seconds);
-    ASSIGN_OR_RETURN(message, next_batch(stop));
+    ASSIGN_OR_RETURN(delivered, next_batch(stop));
   }
   state_.wait_data_seconds += report.wait_data_seconds;
   if (state_.phase == Phase::kRl && state_.rl_steps < config_.record_batches) {
-    RETURN_IF_ERROR(files_->write_batch(state_.step + 1, message));
+    RETURN_IF_ERROR(files_->write_batch(state_.step + 1, delivered));
   }
   report.policy_version = state_.policy_version;
-  tell(group_, Command::kBatch, group_.size() > 1 ? message.SerializeAsString() : "");
+  for (const std::string& id : consumed_) message.add_consumed(id);
+  message.set_learning_rate(learning_rate());
+  note(message);
   const ScoredWith scored{.policy_version = state_.policy_version, .exactly = exactly_published_};
   TrainingBatch batch;
   StepResult result;
@@ -450,8 +366,8 @@ absl::Status Learner::one_step(std::stop_token stop, const Observers& observers)
                                            observers.tokenizer));
   const bool broken = state_.skipped_in_row >= config_.max_skipped_steps;
   v1::CommitReply state_of_gateway;
-  *state_of_gateway.mutable_counts() = std::move(*message.mutable_counts());
-  *state_of_gateway.mutable_activity() = std::move(*message.mutable_activity());
+  *state_of_gateway.mutable_counts() = std::move(*delivered.mutable_counts());
+  *state_of_gateway.mutable_activity() = std::move(*delivered.mutable_activity());
   fill_counts(state_of_gateway, &report);
   report.wall_seconds = wall_seconds();
   state_.report = report;
@@ -483,16 +399,6 @@ absl::Status Learner::publish_when_due(std::stop_token stop, StepReport* report,
   RETURN_IF_ERROR(publish(&report->checkpoint_seconds, &report->publish_seconds));
   const Timer timer(&report->publish_seconds);
   return send_commit(stop, reply);
-}
-
-// Trained steps are not lost by a stop: they become durable, and the gateway hears of them now or from the
-// next life's Hello.
-absl::Status Learner::stop_here() {
-  double unused = 0.0;
-  if (durable_step_ != state_.step) {
-    RETURN_IF_ERROR(state_.phase == Phase::kRl ? publish(&unused, &unused) : save_checkpoint(&unused));
-  }
-  return absl::CancelledError(absl::StrCat("stopped after step ", state_.step));
 }
 
 void Learner::fill_counts(const v1::CommitReply& gateway, StepReport* report) const {

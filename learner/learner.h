@@ -17,6 +17,7 @@
 #include "common/metrics.h"
 #include "learner/checkpoint.h"
 #include "learner/config.h"
+#include "learner/journal.h"
 #include "learner/publisher.h"
 #include "learner/run_files.h"
 #include "learner/source.h"
@@ -25,6 +26,7 @@
 #include "learner/weights_service.h"
 #include "model/tokenizer.h"
 #include "parallel/group.h"
+#include "slipstream/v1/journal.pb.h"
 
 namespace slipstream::learner {
 
@@ -36,10 +38,11 @@ struct Observers {
   const model::Tokenizer* tokenizer = nullptr;  // gives the rollout logs text; may be null
 };
 
-// The order that makes every crash harmless: a step's checkpoint is durable, then its weights are published,
-// then the gateway is told what was trained, then the step's line is written (which a copy of it in the
-// checkpoint stands in for until then). A version that anybody sampled with can always be restored, and
-// what the gateway may not have heard is in the checkpoint and said again in the next Hello.
+// The order that makes every crash harmless: a version is durable, as a checkpoint or in the journal of the one
+// before it, then its weights are published, then the gateway is told what was trained, then the step's line is
+// written (which a copy of it in the durable state stands in for until then). A version that anybody sampled with
+// can always be restored, and what the gateway may not have heard is in the durable state and said again in the
+// next Hello.
 //
 // Data-parallel ranks run the same Learner; rank 0 alone talks to the gateway, serves weights and writes
 // files.
@@ -74,8 +77,12 @@ class Learner {
  private:
   Learner(const LearnerConfig& config, const JobConfig& job, parallel::Group& group, Metrics& metrics,
           Logger log);
+  // The first byte of what rank 0 tells the others; payload follows: a v1.JournalBatch, or the status of the end.
+  enum class Command : char { kBatch = 'B', kPublished = 'P', kCommitted = 'C', kEnd = 'E' };
+
   absl::Status start();
-  absl::Status restore();
+  absl::Status restore(std::string* dir);
+  absl::Status repeat_journal(const std::string& dir);
   absl::Status agree(const absl::Status& mine, const char* what);
   kernels::Stream& compute() { return device_stream_ != nullptr ? *device_stream_ : *stream_; }
   void rewrite_shared_weights();
@@ -85,20 +92,31 @@ class Learner {
   absl::Status follow();
 
   // Every rank, in the same order.
-  absl::StatusOr<StepResult> train(const v1::Batch& message, TrainingBatch* batch);
+  absl::StatusOr<StepResult> train(const v1::JournalBatch& message, TrainingBatch* batch);
   void take_ids(const TrainingBatch& batch, const StepResult& result);
   void end_warmup_when_due(double probability);
   void count_publication();
   void forget_consumed();
 
   // Rank 0.
+  void tell(Command command, std::string_view payload = "");
+  void tell_end(const absl::Status& status);
+  absl::Status repeat_versions(const std::string& dir);
+  absl::Status repeat_version(const JournalContents::Version& version, const std::string& dir);
+  JournalSettings journal_settings() const;
   absl::Status one_step(std::stop_token stop, const Observers& observers);
+  void note(const v1::JournalBatch& message);
+  double learning_rate() const;
   absl::Status ask(std::stop_token stop, absl::FunctionRef<absl::Status()> request);
   absl::Status say_hello(std::stop_token stop);
   absl::StatusOr<v1::Batch> next_batch(std::stop_token stop);
   absl::Status publish_when_due(std::stop_token stop, StepReport* report, v1::CommitReply* reply);
   absl::Status publish(double* checkpoint_seconds, double* publish_seconds);
+  bool checkpoint_is_due() const;
+  LearnerState durable_state();
+  absl::Status hand_out();
   absl::Status save_checkpoint(double* seconds);
+  absl::Status end_version_in_journal(double* seconds);
   absl::Status send_commit(std::stop_token stop, v1::CommitReply* reply);
   absl::Status stop_here();
   void fill_counts(const v1::CommitReply& gateway, StepReport* report) const;
@@ -127,7 +145,10 @@ class Learner {
   LearnerState state_;
   bool exactly_published_ = true;   // the weights are those of state_.policy_version
   std::set<std::string> consumed_;  // rollout ids of state_.commit: trained or refused, not acknowledged yet
-  int64_t durable_step_ = 0;        // of the last checkpoint
+  int64_t durable_step_ = 0;        // of the last checkpoint or the last version in its journal
+  int64_t checkpoint_step_ = 0;
+  double checkpoint_took_ = 0.0, checkpoint_ended_ = 0.0;  // seconds, steady
+  std::optional<Journal> journal_;  // of this life's last checkpoint
   std::map<std::string, v1::RewardTotal> rewards_seen_;  // the gateway's totals, by task, at the last step
   double started_ = 0.0;                                 // steady seconds when this life began
 };

@@ -24,6 +24,16 @@ absl::Status Publisher::publish(int32_t policy_version, const model::LoadedWeigh
   return absl::OkStatus();
 }
 
+bool Publisher::asked() const {
+  const absl::MutexLock lock(&mutex_);
+  return next_id_ > 1;
+}
+
+void Publisher::withhold() {
+  const absl::MutexLock lock(&mutex_);
+  newest_ = nullptr;
+}
+
 int64_t Publisher::wait(int32_t have, Ready ready) {
   const absl::MutexLock lock(&mutex_);
   const int64_t id = next_id_++;

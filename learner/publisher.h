@@ -31,6 +31,10 @@ class Publisher {
   // the copy.
   absl::Status publish(int32_t policy_version, const model::LoadedWeights& master, kernels::Stream& stream);
 
+  // Whether anybody ever waited. Until then versions may be withheld instead, at no cost: who comes waits for the next one.
+  bool asked() const;
+  void withhold();
+
   // Calls `ready`, perhaps before it returns, once the newest version is above `have`. The id is for
   // cancel().
   int64_t wait(int32_t have, Ready ready);
@@ -39,7 +43,7 @@ class Publisher {
   // Wakes all with null, and from now on everybody who waits.
   void close();
 
-  int32_t policy_version() const;  // -1: nothing published
+  int32_t policy_version() const;  // -1: nothing to be had
   int64_t waiting() const;         // how many wait
 
  private:
@@ -50,7 +54,7 @@ class Publisher {
   mutable absl::Mutex mutex_;
   std::shared_ptr<const WeightSnapshot> newest_ ABSL_GUARDED_BY(mutex_);
   std::map<int64_t, Waiter> waiters_ ABSL_GUARDED_BY(mutex_);
-  int64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  int64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;  // 1: nobody waited yet
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

@@ -114,6 +114,24 @@ TEST_F(WeightsServiceTest, WaitsForTheNextVersionAndTakesTheNewest) {
   EXPECT_EQ(fetch(2, DType::kF32, got).policy_version, 4);
 }
 
+// While nobody fetches, versions need no copy; who comes later gets the next one, and no older one before it.
+TEST_F(WeightsServiceTest, WithheldVersionsAreWaitedOver) {
+  ASSERT_TRUE(publisher.publish(1, master, *stream).ok());
+  EXPECT_FALSE(publisher.asked());
+  publisher.withhold();
+  EXPECT_EQ(publisher.policy_version(), -1);
+  model::WeightStore got = store(DType::kF32);
+  Fetched waited;
+  std::jthread waiting([&] { waited = fetch(-1, DType::kF32, got); });
+  while (publisher.waiting() == 0) std::this_thread::yield();
+  EXPECT_TRUE(publisher.asked());
+  scale(2.0f);
+  ASSERT_TRUE(publisher.publish(3, master, *stream).ok());
+  waiting.join();
+  EXPECT_EQ(waited.policy_version, 3);
+  expect_same(got, master.store);
+}
+
 // Training goes on while a slow worker reads: it gets one version whole.
 TEST_F(WeightsServiceTest, SnapshotsDoNotChangeUnderTheirReaders) {
   ASSERT_TRUE(publisher.publish(1, master, *stream).ok());

@@ -60,9 +60,13 @@ absl::Status OutputFile::write(absl::Span<const std::byte> bytes) {
   return absl::OkStatus();
 }
 
-absl::Status OutputFile::finish() {
+absl::Status OutputFile::sync() {
   RETURN_IF_ERROR(flush());
-  if (::fsync(fd_) != 0) return absl::ErrnoToStatus(errno, path_);
+  return ::fsync(fd_) == 0 ? absl::OkStatus() : absl::ErrnoToStatus(errno, path_);
+}
+
+absl::Status OutputFile::finish() {
+  RETURN_IF_ERROR(sync());
   if (::close(std::exchange(fd_, -1)) != 0) return absl::ErrnoToStatus(errno, path_);
   return absl::OkStatus();
 }

@@ -23,7 +23,9 @@ class OutputFile {
   absl::Status append(absl::Span<const std::byte> bytes);
   // Room for `size` <= kBufferBytes more bytes, to be filled in place. Valid until the next call.
   absl::StatusOr<std::byte*> append_space(int64_t size);
-  // Writes what is buffered, fsyncs and closes. Nothing may follow.
+  // Writes what is buffered and fsyncs; more may follow.
+  absl::Status sync();
+  // The same, and closes. Nothing may follow.
   absl::Status finish();
 
   static constexpr int64_t kBufferBytes = 1 << 20;

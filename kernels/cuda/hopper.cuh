@@ -35,6 +35,17 @@ __device__ __forceinline__ void barrier_arrive_as(uint64_t* barrier, int arrival
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
 }
+// A warp's arrival, by its first lane for all: no lane needs any more what the barrier guards, and the lanes are together (after
+// __syncwarp() or a wait for products). racecheck knows only what the arriving thread itself did before, so a build for it
+// (preset racecheck) has every lane arrive. Such a barrier is for barrier_init(..., kArrivalsOfWarp * warps).
+#ifdef SLIPSTREAM_RACECHECK
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+__device__ __forceinline__ void barrier_arrive_warp(uint64_t* barrier, bool first_lane, int arrivals = 1) {
+  if (first_lane || kArrivalsOfWarp > 1) barrier_arrive_as(barrier, arrivals);
+}
 // Whether the phase of this parity has ended: phases count 0, 1, 0, 1 from the barrier's initialisation. Looks at once.
 __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, int parity) {
   uint32_t done;

@@ -159,21 +159,21 @@ __device__ void feed(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
   }
 }
 
-// Once a warp.
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  if (threadIdx.x % kWarp == 0) barrier_arrive(barrier);
-}
+__device__ __forceinline__ void arrive(uint64_t* barrier) { barrier_arrive_warp(barrier, threadIdx.x % kWarp == 0); }
 
-// The next tile; false: there is none. All lanes of a warp call.
+// The next tile; false: there is none. All lanes of a warp call; the first reads for all and says that it has, so that who writes
+// the next waits for the very thread that read.
 template <class Shape>
 __device__ __forceinline__ bool take_tile(WgmmaShared<Shape>& shared, TileFinder<Shape>& finder,
                                           Ring<2>& turn, Tile& tile) {
-  barrier_wait(&shared.tile_given[turn.place], turn.parity);
-  const int index = shared.tile[turn.place];
-  __syncwarp();
-  arrive(&shared.tile_taken[turn.place]);
+  int index = 0;
+  if (threadIdx.x % kWarp == 0) {
+    barrier_wait(&shared.tile_given[turn.place], turn.parity);
+    index = shared.tile[turn.place];
+    barrier_arrive(&shared.tile_taken[turn.place]);
+  }
   turn.advance();
-  return finder.find(index, tile);
+  return finder.find(__shfl_sync(0xffffffffu, index, 0), tile);
 }
 
 // The warp that copies each stage's scales, behind which the stage's barrier waits as well: read by those who
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(&shared.full[i], Shape::kScaled ? 1 + kWarp : 1);
-      barrier_init(&shared.empty[i], Shape::kConsumers / kWarp);
+      barrier_init(&shared.empty[i], kArrivalsOfWarp * Shape::kConsumers / kWarp);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.tile_given[i], 1);

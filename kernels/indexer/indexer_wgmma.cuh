@@ -266,7 +266,7 @@ __device__ __forceinline__ void score_pages(ScoreShared<Shape>& shared, const Sc
         give_turn(1 - warpgroup);
       }
       wgmma_wait<0>();
-      if (leads) barrier_arrive(&shared.keys_empty[stage.place]);
+      barrier_arrive_warp(&shared.keys_empty[stage.place], leads);
       wgmma_pin(products);
       stage.advance(), stage.advance();
       if constexpr (kQueries == 1) {
@@ -281,7 +281,7 @@ __device__ __forceinline__ void score_pages(ScoreShared<Shape>& shared, const Sc
         }
       }
     }
-    if (leads) barrier_arrive(&shared.queries_empty[turn.place]);
+    barrier_arrive_warp(&shared.queries_empty[turn.place], leads);
     turn.advance();
   });
 }
@@ -306,11 +306,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (thread == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(&shared.keys_full[i], 1);
-      barrier_init(&shared.keys_empty[i], kWarpgroup / kWarp);
+      barrier_init(&shared.keys_empty[i], kArrivalsOfWarp * kWarpgroup / kWarp);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.queries_full[i], 1);
-      barrier_init(&shared.queries_empty[i], Shape::kConsumers / kWarp);
+      barrier_init(&shared.queries_empty[i], kArrivalsOfWarp * Shape::kConsumers / kWarp);
     }
     barrier_init_done();
   }

@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kKdaPassThreads, 2)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kKdaRecords; ++i) {
       barrier_init(&shared.full[i], 1);
-      barrier_init(&shared.empty[i], kKdaScanWarps);
+      barrier_init(&shared.empty[i], kArrivalsOfWarp * kKdaScanWarps);
     }
     barrier_init_done();
   }
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kKdaPassThreads, 2)
       mma(state[t], d_o, p.z, p.w);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.empty[stage]);
+    barrier_arrive_warp(&shared.empty[stage], lane == 0);
     if (++stage == kKdaRecords) {
       stage = 0;
       parity ^= 1;

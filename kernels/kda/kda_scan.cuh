@@ -111,7 +111,7 @@ __device__ inline void scan_chunks(const KdaPass& pass, KdaPassShared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kKdaRecords; ++i) {
       barrier_init(&shared.full[i], 1);
-      barrier_init(&shared.empty[i], kKdaScanWarps);
+      barrier_init(&shared.empty[i], kArrivalsOfWarp * kKdaScanWarps);
     }
     barrier_init_done();
   }
@@ -280,7 +280,7 @@ __device__ inline void scan_chunks(const KdaPass& pass, KdaPassShared& shared) {
       o_row += kChunk * o_stride;
       add_to_state(state, factors, record.carried, lane);
       __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.empty[stage]);
+      barrier_arrive_warp(&shared.empty[stage], lane == 0);
       if (view.r.data != nullptr) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

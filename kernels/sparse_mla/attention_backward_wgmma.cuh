@@ -269,7 +269,7 @@ __device__ __forceinline__ void multiply_grads(WgmmaGradShared<Shape>& s, const 
     wgmma_wait<0>();
     wgmma_pin(late);
     const PackedShares<32> packed_late(late);
-    if (lane == 0) barrier_arrive(&s.tile_read);
+    barrier_arrive_warp(&s.tile_read, lane == 0);
     barrier_wait(&s.tile_read, tile & 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -309,11 +309,9 @@ __device__ __forceinline__ void multiply_grads(WgmmaGradShared<Shape>& s, const 
     wgmma_wait<1>();
     wgmma_pin(dq);
     if constexpr (kRope) wgmma_pin(dq_rope);
-    if (lane == 0) {
 #pragma unroll
-      for (int box = 0; box < 4; ++box) barrier_arrive(&s.keys_empty[4 * kWarpgroup + box]);
-      if constexpr (kRope) barrier_arrive(&s.keys_empty[Shape::kBoxes - 1]);
-    }
+    for (int box = 0; box < 4; ++box) barrier_arrive_warp(&s.keys_empty[4 * kWarpgroup + box], lane == 0);
+    if constexpr (kRope) barrier_arrive_warp(&s.keys_empty[Shape::kBoxes - 1], lane == 0);
     wgmma_wait<0>();
     wgmma_pin(sums);
     store_shares(PackedShares<64>(sums), kColumn);
@@ -387,11 +385,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const KeyList list = keys_of(args.view.forward, t);
   if (threadIdx.x == 0) {
     barrier_init(&s.queries_full, 1);
-    barrier_init(&s.tile_read, Shape::kConsumers / kWarp);
+    barrier_init(&s.tile_read, kArrivalsOfWarp * Shape::kConsumers / kWarp);
     for (int box = 0; box < Shape::kBoxes; ++box) {
       barrier_init(&s.keys_full[box], Shape::kThreads - Shape::kConsumers);
       barrier_init(&s.keys_empty[box],
-                   box < Shape::kValueBoxes ? 4 : 8);  // the warps that form its columns of dq
+                   kArrivalsOfWarp * (box < Shape::kValueBoxes ? 4 : 8));  // the warps that form its columns of dq
     }
     barrier_init_done();
   }

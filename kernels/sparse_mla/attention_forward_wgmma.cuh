@@ -379,14 +379,14 @@ struct LatentShared {
   __device__ __forceinline__ void init(bool codes) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kLatentStages; ++i) {
-        barrier_init(&full[i], codes ? kRestorers * 4 : 128);
+        barrier_init(&full[i], codes ? kArrivalsOfWarp * kRestorers * 4 : 128);
         barrier_init(&copied[i], 128);
-        barrier_init(&empty[i], 8);
-        barrier_init(&weighed[i], 4);
-        barrier_init(&scored[i], 4);
+        barrier_init(&empty[i], kArrivalsOfWarp * 8);
+        barrier_init(&weighed[i], kArrivalsOfWarp * 4);
+        barrier_init(&scored[i], kArrivalsOfWarp * 4);
       }
       for (int i = 0; i < 2; ++i) barrier_init(&last_full[i], 128);
-      barrier_init(&queries_empty, 4);
+      barrier_init(&queries_empty, kArrivalsOfWarp * 4);
       barrier_init_done();
     }
     __syncthreads();
@@ -533,7 +533,7 @@ struct LatentQueries {
 
 __device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier, int arrivals = 1) {
   __syncwarp();
-  if (thread_again() % kWarp == 0) barrier_arrive_as(barrier, arrivals);
+  barrier_arrive_warp(barrier, thread_again() % kWarp == 0, arrivals);
 }
 
 // One of kRestorers warpgroups that restore codes, its share of a block's rows each; of each query the heads come first, as
@@ -849,9 +849,9 @@ __global__ void __launch_bounds__(kWeighThreads<K>, 2)
   constexpr bool kCodes = sizeof(K) == 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWeighStages; ++i) {
-      barrier_init(&shared.full[i], kCodes ? 4 : 128);
+      barrier_init(&shared.full[i], kCodes ? kArrivalsOfWarp * 4 : 128);
       barrier_init(&shared.copied[i], 128);
-      barrier_init(&shared.empty[i], 4);
+      barrier_init(&shared.empty[i], kArrivalsOfWarp * 4);
     }
     barrier_init_done();
   }

@@ -57,7 +57,7 @@ void gradients_agree(parallel::Group& group, const std::string& model) {
 }
 
 // The whole learner: rank 0 talks to the gateway, the other follows, both end alike, also when stopped and
-// when it fails.
+// when it fails; both repeat what the journal has.
 void learner_runs(parallel::Group& group, const std::string& dir) {
   std::unique_ptr<testing::FakeGateway> gateway;
   if (group.rank() == 0) {
@@ -71,7 +71,8 @@ void learner_runs(parallel::Group& group, const std::string& dir) {
   LearnerConfig config;
   config.model.path = dir + "/model";
   config.threads = 1;
-  config.steps = 4;
+  config.steps = 8;
+  config.checkpoint_every = 100;
   config.loss.options = {.clip_low = 1.0, .clip_high = 1e6};
   config.warmup.steps = 3;
   config.warmup.batch = 4;
@@ -84,18 +85,25 @@ void learner_runs(parallel::Group& group, const std::string& dir) {
   job.group_size = 4;
   job.publish_every = 2;
   Metrics metrics;
-  for (const int64_t stop_at : {int64_t{2}, int64_t{5}, int64_t{100}}) {
+  constexpr int64_t kLost = 8;  // the commit of step 9, whose version is in the journal of step 7, is never answered
+  for (const int64_t stop_at : {int64_t{2}, int64_t{5}, kLost, int64_t{100}}) {
+    config.gateway_timeout_ms = stop_at == kLost ? 400 : 60'000;
+    config.reply_timeout_ms = stop_at == kLost ? 60'000 : 100;
     auto learner = Learner::create(config, job, group, metrics, quiet_logger());
     CHECK_OK(learner.status());
     CHECK_EQ((*learner)->weights_address().empty(), group.rank() != 0);
+    if (stop_at == 100) CHECK_EQ((*learner)->step(), 9);
     std::stop_source stop;
     Observers observers;
     observers.step = [&](const StepReport& report) {
-      if (report.step >= stop_at) stop.request_stop();
+      if (stop_at == kLost && report.step == kLost) gateway->lose_next_commit_reply();
+      if (stop_at != kLost && report.step >= stop_at) stop.request_stop();
     };
     const absl::Status status = (*learner)->run(stop.get_token(), observers);
     if (stop_at == 100) {
       CHECK_OK(status);
+    } else if (stop_at == kLost) {
+      CHECK(absl::IsDeadlineExceeded(status));
     } else {
       CHECK(absl::IsCancelled(status));
     }
@@ -103,7 +111,7 @@ void learner_runs(parallel::Group& group, const std::string& dir) {
         group, absl::StrCat((*learner)->step(), " ", (*learner)->policy_version(), " ", status.ToString()));
   }
   if (gateway != nullptr) {
-    CHECK_EQ(gateway->trained().size(), size_t{4 * 2 * 4});
+    CHECK_EQ(gateway->trained().size(), size_t{8 * 2 * 4});
   }
   job.run_id = "broken";
   config.loss.normalizer = Normalizer::kConstant;

@@ -1,6 +1,7 @@
 // Goal: the whole loop against a gateway's end of the line: warm-up, RL, publications, commits; stopped,
-// killed at every window and restarted it trains every trajectory once and ends with the same weights; a lost
-// or restarted gateway costs nothing.
+// killed at every window and restarted it trains every trajectory once and ends with the same weights, whether
+// every version is a checkpoint or most are in a journal; a lost or restarted gateway costs nothing. A journal that
+// was cut short, damaged, or written with other settings.
 #include "learner/learner.h"
 
 #include <unistd.h>
@@ -8,9 +9,11 @@
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
+#include <random>
 
 #include "absl/strings/str_format.h"
 #include "gtest/gtest.h"
+#include "learner/manifest.h"
 #include "nlohmann/json.hpp"
 #include "tests/learning/batches.h"
 #include "tests/learning/fake_gateway.h"
@@ -45,6 +48,7 @@ class LearnerTest : public ::testing::Test {
     config.optimizer.learning_rate = 1e-3;
     config.warmup = {
         .steps = 5, .batch = 4, .learning_rate = 1e-3, .until_probability = 1.0, .checkpoint_every = 2};
+    config.checkpoint_every = 1;
     config.reply_timeout_ms = 50;
     config.log_rollouts = 1000;
     job.run_parent = dir.path();
@@ -131,6 +135,7 @@ class LearnerTest : public ::testing::Test {
             "LEARNER_TEST_AT=" + at,
             absl::StrCat("LEARNER_TEST_STEP=", step),
             absl::StrCat("LEARNER_TEST_PUBLISH_EVERY=", job.publish_every),
+            absl::StrCat("LEARNER_TEST_CHECKPOINT_EVERY=", config.checkpoint_every),
             fs::read_symlink("/proc/self/exe").string(),
             "--gtest_also_run_disabled_tests",
             "--gtest_filter=*ALifeThatIsKilled"};
@@ -240,8 +245,14 @@ TEST_F(LearnerTest, WarmupEndsWhenDemonstrationsAreProbable) {
   EXPECT_LT(mean_before(warmup - 1), 0.5);
 }
 
+class LearnerLivesTest : public LearnerTest, public ::testing::WithParamInterface<int> {
+ protected:
+  LearnerLivesTest() { config.checkpoint_every = GetParam(); }
+};
+INSTANTIATE_TEST_SUITE_P(CheckpointEvery, LearnerLivesTest, ::testing::Values(1, 3, 100));
+
 // The same weights whether it ran through, was stopped in either phase, or was killed; and with two threads.
-TEST_F(LearnerTest, StoppedAndRestartedEndsTheSame) {
+TEST_P(LearnerLivesTest, StoppedAndRestartedEndsTheSame) {
   std::string through;
   {
     FakeGateway gateway(gateway_options());
@@ -274,6 +285,7 @@ TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
   config.reply_timeout_ms = 60'000;  // a reply that the gateway loses stays lost
   job.run_parent = std::getenv("LEARNER_TEST_DIR");
   job.publish_every = std::stoi(std::getenv("LEARNER_TEST_PUBLISH_EVERY"));
+  config.checkpoint_every = std::stoi(std::getenv("LEARNER_TEST_CHECKPOINT_EVERY"));
   const std::unique_ptr<Learner> learner =
       *Learner::create(config, job, parallel::self_group(), metrics, quiet_logger());
   const std::string at = std::getenv("LEARNER_TEST_AT");
@@ -292,7 +304,7 @@ TEST_F(LearnerTest, DISABLED_ALifeThatIsKilled) {
 // The process dies in the middle of a step (nothing of it durable), after the checkpoint before the commit,
 // and after the commit before its reply. Each time the next life ends the run with the weights of an
 // undisturbed one.
-TEST_F(LearnerTest, CrashWindows) {
+TEST_P(LearnerLivesTest, CrashWindows) {
   job.publish_every = 1;
   std::string through;
   {
@@ -325,7 +337,7 @@ TEST_F(LearnerTest, CrashWindows) {
 
 // Killed wherever a step's checkpoint, line and point on the board can come apart; with checkpoints at every
 // second step only, in the warm-up and after it.
-TEST_F(LearnerTest, EveryStepIsToldOnceWhereverLivesEnd) {
+TEST_P(LearnerLivesTest, EveryStepIsToldOnceWhereverLivesEnd) {
   std::string through;
   {
     FakeGateway gateway(gateway_options());
@@ -431,6 +443,102 @@ TEST_F(LearnerTest, GoesOnInTheShapeItBeganWith) {
   EXPECT_EQ(other.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_NE(other.message().find("model.path: " + config.model.path), absl::string_view::npos) << other;
   EXPECT_NE(other.message().find("/checkpoints/step_"), absl::string_view::npos) << other;
+}
+
+// What a killed life left, with steps 6 to 10, versions 2 to 6, in the journal of the warm-up's checkpoint.
+class JournalTest : public LearnerTest {
+ protected:
+  JournalTest() : gateway(gateway_options()) {
+    job.publish_every = 1;
+    config.checkpoint_every = 100;
+    die(gateway, "step", 10);
+    path = job.run_directory() + "/checkpoints/latest/journal.log";
+    whole = slipstream::testing::read_file(path);
+  }
+  void write(const std::string& bytes) const { std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes; }
+
+  FakeGateway gateway;
+  std::string path, whole;
+};
+
+TEST_F(JournalTest, VersionsComeBackWithoutCheckpoints) {
+  ASSERT_EQ(fs::read_symlink(job.run_directory() + "/checkpoints/latest"), "step_00000005");
+  const std::unique_ptr<Learner> learner = *open(gateway);
+  EXPECT_EQ(learner->step(), 10);
+  EXPECT_EQ(learner->policy_version(), 6);
+}
+
+// So that settings may be changed then; no other checkpoint keeps a journal.
+TEST_F(LearnerTest, AStopMakesACheckpoint) {
+  job.publish_every = 1;
+  config.checkpoint_every = 100;
+  FakeGateway gateway(gateway_options());
+  ASSERT_TRUE(absl::IsCancelled(live(gateway, [](const StepReport& report) { return report.step < 9; })));
+  EXPECT_EQ(fs::read_symlink(job.run_directory() + "/checkpoints/latest"), "step_00000009");
+  EXPECT_TRUE(fs::exists(job.run_directory() + "/checkpoints/step_00000005"));
+  EXPECT_FALSE(fs::exists(job.run_directory() + "/checkpoints/step_00000005/journal.log"));
+}
+
+// A kill or a power cut while a version is written: cut at any byte, the versions before it are there.
+TEST_F(JournalTest, WhatWasNotWrittenToTheEndDoesNotCount) {
+  const std::unique_ptr<Learner> learner = *open(gateway);
+  int64_t step = learner->step();
+  std::mt19937 random(1);
+  for (size_t size = whole.size(); size > 0; size -= std::min<size_t>(size, 1 + random() % (whole.size() / 8))) {
+    write(whole.substr(0, size) + std::string(random() % 3 * 10, '\0'));  // the file may have grown before its bytes came
+    const absl::StatusOr<std::optional<JournalContents>> journal = read_journal(job.run_directory() + "/checkpoints/latest");
+    ASSERT_TRUE(journal.ok()) << journal.status();
+    int64_t found = 5;
+    for (size_t i = 0; *journal && i < (*journal)->versions.size(); ++i) {
+      found += static_cast<int64_t>((*journal)->versions[i].batches.size());
+    }
+    EXPECT_LE(found, step);
+    step = found;
+  }
+  EXPECT_EQ(step, 5);
+}
+
+TEST_F(JournalTest, DamageIsNamed) {
+  for (const size_t at : {size_t{3}, size_t{20}, whole.size() / 3, whole.size() / 2}) {
+    std::string bytes = whole;
+    bytes[at] = static_cast<char>(bytes[at] ^ 1);
+    write(bytes);
+    const absl::Status status = open(gateway).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << at << ": " << status;
+    EXPECT_NE(status.message().find("journal.log: offset "), absl::string_view::npos) << status;
+  }
+  fs::remove(path);  // to go on from an earlier version than was published is for the gateway to refuse
+  EXPECT_EQ((*open(gateway))->step(), 5);
+}
+
+TEST_F(JournalTest, OtherSettingsWaitForACheckpoint) {
+  config.optimizer.beta2 = 0.9;
+  const absl::Status other = open(gateway).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(other.message().find("learner.optimizer.beta2: 0.9"), absl::string_view::npos) << other;
+  EXPECT_NE(other.message().find("trained with 0.94999"), absl::string_view::npos) << other;
+  // Its rates are in the journal: they, the number of threads and what comes later may change.
+  config.optimizer.beta2 = 0.95;
+  config.optimizer.learning_rate = 1e-4;
+  config.steps = 8;
+  config.threads = 2;
+  EXPECT_EQ((*open(gateway))->policy_version(), 6);
+}
+
+// Repeated with other results, as another program might: refused, since workers have sampled with those versions.
+TEST_F(JournalTest, OtherResultsAreRefused) {
+  const std::string weights = job.run_directory() + "/checkpoints/latest/model.safetensors";
+  testing::write_model("glm5_next", dir.path() + "/other", 2);
+  fs::remove_all(job.run_directory() + "/checkpoints/latest/optimizer");
+  fs::copy_file(dir.path() + "/other/model.safetensors", weights, fs::copy_options::overwrite_existing);
+  fs::remove(job.run_directory() + "/checkpoints/latest/manifest.json");
+  LearnerState state = *Checkpoints::read_state(job.run_directory() + "/checkpoints/latest");
+  state.optimizer_updates = 0;
+  std::ofstream(job.run_directory() + "/checkpoints/latest/learner.json") << to_json(state);
+  ASSERT_TRUE(write_manifest(job.run_directory() + "/checkpoints/latest").ok());
+  const absl::Status status = open(gateway).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_NE(status.message().find("journal.log: step 6 repeated: loss"), absl::string_view::npos) << status;
 }
 
 }  // namespace
