@@ -26,16 +26,25 @@ __device__ __forceinline__ float2 e4m3_values(uint16_t codes) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
   return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
-// Eight codes times their scale, as bf16.
+// Eight codes times their scale, as bf16. The scale is a bf16's value and no code is NaN: then a product has twelve bits, and
+// one bf16 multiplication rounds as f32's does that is rounded afterwards, without conversions, which are slow.
 __device__ __forceinline__ uint4 scaled_to_bf16(uint2 codes, float scale) {
-  const auto pair = [&](uint16_t two) {
-    const float2 values = e4m3_values(two);
-    return pack_bf16(values.x * scale, values.y * scale);
+  const uint32_t bits = __float_as_uint(scale), scales = __byte_perm(bits, 0, 0x3232);
+  const auto multiply = [](uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
   };
-  uint16_t twos[4];
-  asm("mov.b32 {%0, %1}, %2;" : "=h"(twos[0]), "=h"(twos[1]) : "r"(codes.x));
-  asm("mov.b32 {%0, %1}, %2;" : "=h"(twos[2]), "=h"(twos[3]) : "r"(codes.y));
-  return {pair(twos[0]), pair(twos[1]), pair(twos[2]), pair(twos[3])};
+  // `bytes`: each code as a 16-bit integer with its sign. Exponent and mantissa, four bits higher, are those of a bf16 that is
+  // 2^-120 times the code's value, and less than the least normal one where that of the code is.
+  const auto pair = [&](uint32_t word, uint32_t bytes) {
+    uint32_t extended;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(extended) : "r"(word), "r"(bytes));
+    constexpr uint32_t kTwoTo120 = 0x7b807b80;
+    return multiply(multiply(extended << 4 & 0x87f087f0u, kTwoTo120), scales);
+  };
+  constexpr uint32_t kFirst = 0x9180, kLast = 0xb3a2;
+  return {pair(codes.x, kFirst), pair(codes.x, kLast), pair(codes.y, kFirst), pair(codes.y, kLast)};
 }
 
 }  // namespace slipstream::kernels

@@ -1,8 +1,11 @@
 // How a key row [c ; k_rope] of multi-head latent attention is stored in fp8: for each 128 values of c (the last group may
-// be shorter) e4m3 codes and one f32 scale, as Quantize makes them of a row; k_rope in bf16. Each part begins on 16 bytes:
-//   rank codes | ceil(rank / 128) scales | rope bf16 values
+// be shorter) e4m3 codes and one scale; k_rope in bf16. Each part begins on 16 bytes:
+//   rank codes | ceil(rank / 128) scales, f32 | rope bf16 values
 // A row of 512 + 64 is 656 bytes. A value of c that is read is code * scale, rounded to the dtype of the activations that
-// it meets. PagedRows of such rows have a pool [pages, kPageRows, bytes] f8_e4m3.
+// it meets. The scale is the largest magnitude / 448, of at least 2^-100 / 448, rounded to a bf16, so that the product is
+// exact in f32 and one multiplication in bf16 gives the rounded one; code = e4m3(x * (1 / scale)). The scale of a group that
+// has a NaN or an infinity is NaN, and so are all its values. PagedRows of such rows have a pool [pages, kPageRows, bytes]
+// f8_e4m3.
 #pragma once
 
 #include <algorithm>

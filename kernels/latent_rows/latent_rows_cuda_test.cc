@@ -1,5 +1,8 @@
-// Goal: on CUDA rows are stored with the bits of reference(), whatever their widths and dtype.
+// Goal: on CUDA rows are stored with the bits of reference(), whatever their widths, dtype and magnitude, NaN included.
 #include "kernels/latent_rows/latent_rows.h"
+
+#include <cmath>
+#include <limits>
 
 #include "kernels/testing/batches.h"
 #include "kernels/testing/cuda_test.h"
@@ -25,6 +28,12 @@ TEST_P(LatentRowsCudaTest, EqualsReference) {
   const Sequences sequences = testing::sequences_of(host, {1, 0, 70, 130}, {63, 5, 0, 100});
   const Tensor rows = testing::random_as(host, dtype, {sequences.rows(), rank + rope});
   for (int64_t i = 0; i < rank; ++i) rows.row(7)[i] = 0.0f;
+  rows.row(8)[rank / 2] = std::numeric_limits<float>::infinity();
+  rows.row(9)[rank - 1] = std::numeric_limits<float>::quiet_NaN();
+  rows.row(9)[rank / 2] = -std::numeric_limits<float>::infinity();
+  for (int64_t r = 10; r < 50; ++r) {
+    for (int64_t i = 0; i < rank; ++i) rows.row(r)[i] *= std::ldexp(1.0f, static_cast<int>(r * 5) - 150);
+  }
   const PagedRows store{.pool = host.zeros(DType::kF8E4M3, {20, kPageRows, latent_row(rank, rope).bytes}),
                         .page_table = testing::pages_in_turn(host, 4, 4)};
   const PagedRows on_device = device.copy(store);

@@ -1,3 +1,7 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "kernels/latent_rows/latent_rows.h"
 #include "kernels/validate.h"
 
@@ -22,9 +26,17 @@ absl::Status validate(const LatentWrite& args) {
 }
 
 void write_latent_row(const LatentRow& layout, float* values, e4m3* row) {
-  reference(Quantize{.x = Tensor(values, DType::kF32, {1, layout.rank}),
-                     .codes = Tensor(row, DType::kF8E4M3, {1, layout.rank}),
-                     .scales = Tensor(row + layout.scales, DType::kF32, {1, layout.groups()})});
+  float* const scales = reinterpret_cast<float*>(row + layout.scales);
+  for (int64_t group = 0; group < layout.groups(); ++group) {
+    const int64_t begin = group * kScaleColumns, end = std::min<int64_t>(begin + kScaleColumns, layout.rank);
+    float largest = 0x1p-100f;
+    for (int64_t i = begin; i < end; ++i) {
+      if (!(std::abs(values[i]) <= largest)) largest = std::isfinite(values[i]) ? std::abs(values[i]) : INFINITY;
+    }
+    const float scale = to_f32(to_bf16(largest / kE4m3Largest)), inverse = 1.0f / scale;
+    for (int64_t i = begin; i < end; ++i) row[i] = to_e4m3(values[i] * inverse);
+    scales[group] = std::isfinite(largest) ? scale : std::numeric_limits<float>::quiet_NaN();
+  }
   bf16* const ropes = reinterpret_cast<bf16*>(row + layout.ropes);
   for (int64_t i = 0; i < layout.rope; ++i) ropes[i] = to_bf16(values[layout.rank + i]);
 }

@@ -1,9 +1,10 @@
 // Goal: launch() stores the bits of reference() for ragged, paged and odd shapes and touches nothing else; what is read back
-// is within e4m3's half step of what was written; bad arguments are refused by name.
+// is within e4m3's half step of what was written, and NaN in groups of which not all is finite; bad arguments are refused by name.
 #include "kernels/latent_rows/latent_rows.h"
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/testing/batches.h"
 
@@ -66,6 +67,8 @@ TEST_P(LatentRowsTest, EqualsReference) {
         float largest = 0.0f;
         for (int64_t j = begin; j < end; ++j) largest = std::max(largest, std::abs(rows.row(r)[j]));
         const float x = rows.row(r)[i];
+        const float scale = reinterpret_cast<const float*>(row + layout.scales)[i / kScaleColumns];
+        ASSERT_EQ(scale, to_f32(to_bf16(scale)));
         ASSERT_LE(std::abs(back[static_cast<size_t>(i)] - x), std::abs(x) / 16.0f + largest / (448.0f * 1000.0f)) << i;
       }
       for (int64_t i = rank; i < rank + rope; ++i) {
@@ -83,6 +86,21 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LatentRowsTest,
                          ::testing::Values(std::pair<int64_t, int64_t>{512, 64}, std::pair<int64_t, int64_t>{512, 0},
                                            std::pair<int64_t, int64_t>{1, 0}, std::pair<int64_t, int64_t>{33, 6},
                                            std::pair<int64_t, int64_t>{129, 1}, std::pair<int64_t, int64_t>{300, 64}));
+
+TEST(LatentRowsTest, GroupsThatAreNotFiniteAreNan) {
+  TensorPool pool(3);
+  constexpr int64_t kRank = 300, kGroup = kScaleColumns;
+  const LatentRow layout = latent_row(kRank, 0);
+  const Tensor values = pool.random(DType::kF32, {1, kRank});
+  values.row(0)[5] = std::numeric_limits<float>::infinity();
+  values.row(0)[7] = 0.0f;
+  values.row(0)[kRank - 1] = -std::numeric_limits<float>::quiet_NaN();
+  std::vector<e4m3> row(static_cast<size_t>(layout.bytes));
+  write_latent_row(layout, values.row(0), row.data());
+  std::vector<float> back(kRank);
+  read_latent_row(layout, row.data(), 0, kRank, back.data());
+  for (int64_t i = 0; i < kRank; ++i) EXPECT_EQ(std::isnan(back[static_cast<size_t>(i)]), i / kGroup != 1) << i;
+}
 
 TEST(LatentRowsTest, RefusesByName) {
   TensorPool pool(2);

@@ -147,12 +147,23 @@ __device__ __forceinline__ void store_rows(const LatentView<K>& view, int t, int
 
 // --- Rows to shared memory ---
 
-// A row to copy; what does not exist becomes zeros, since it must not be NaN, and `from` is then any row that does.
+// A row to copy; what does not exist is null and becomes zeros, since it must not be NaN.
 template <class T>
 struct SourceRow {
   const T* from;
-  bool exists;
+
+  // 16 bytes from column `column` on, behind the thread's back.
+  __device__ __forceinline__ void copy(uint32_t to, int column) const {
+    asm volatile(
+        "{\n.reg .pred missing;\nsetp.eq.b64 missing, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, missing;\n}" ::"r"(to),
+        "l"(from + column), "l"(from)
+        : "memory");
+  }
 };
+
+// Brings the line as far as the L2.
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
 struct RowCopier {
@@ -162,61 +173,74 @@ struct RowCopier {
   // source(i) is row `row` + 16 i.
   template <int kTiles, class Source>
   static __device__ __forceinline__ void copy(unsigned char* tiles, int column, const Source& source) {
-    const uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
-                                                                       static_cast<uint32_t>(chunk()));
+    uint32_t to = SwizzledTile{shared_address(tiles), 128}.chunk(static_cast<uint32_t>(row()),
+                                                                 static_cast<uint32_t>(chunk()));
     column += chunk() * 8;
+    SourceRow<bf16> next = source(0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const SourceRow<bf16> row = source(i);
+    for (int i = 0; i < 4; ++i, to += 16 * 128) {
+      const SourceRow<bf16> row = next;
+      if (i < 3) next = source(i + 1);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        copy_async(to + static_cast<uint32_t>(tile * kTileBytes + i * 16 * 128), row.from + column + tile * 64,
-                   row.exists ? 16 : 0);
+        row.copy(to + static_cast<uint32_t>(tile * kTileBytes), column + tile * 64);
       }
     }
   }
 };
 
 // The same for rows of fp8 latents. Codes wait where their values will lie: sixteen of a row in one half of the 32
-// bytes that the values take, and beside them, in the other half, the scales of the row. The thread that copied them
-// restores them, so that nobody else need be waited for. parity() chooses the half: eight threads of
+// bytes that the values take, and beside the thread's first sixteen, in the other half, the scales of the row. One thread
+// restores what one thread copied, so that nobody else need be waited for. parity() chooses the half: eight threads of
 // a row, in two tiles, then reach all banks.
 struct CodeCopier {
   static __device__ __forceinline__ int parity() { return RowCopier::chunk() / 4; }
+  static __device__ __forceinline__ float load_shared_float(uint32_t from) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+    return value;
+  }
 
   // source(i) as above; a thread has sixteens number chunk() + 8 k of codes.
   template <class Source>
   static __device__ __forceinline__ void copy(unsigned char* tiles, const LatentRow& layout, const Source& source) {
-    const uint32_t first_to = first(tiles);
+    uint32_t to = first(tiles);
+    SourceRow<e4m3> next = source(0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const SourceRow<e4m3> row = source(i);
-      const int bytes = row.exists ? 16 : 0;
-      const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
-      copy_async(to ^ 16, row.from + layout.scales, bytes);
-      const e4m3* const codes = row.from + RowCopier::chunk() * 16;
+    for (int i = 0; i < 4; ++i, to += 16 * 128) {
+      const SourceRow<e4m3> row = next;
+      if (i < 3) next = source(i + 1);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) copy_async(to + static_cast<uint32_t>(k * 2 * kTileBytes), codes + k * 128, bytes);
+      for (int k = 0; k < 4; ++k) {
+        row.copy(to + static_cast<uint32_t>(k * 2 * kTileBytes), RowCopier::chunk() * 16 + k * 128);
+      }
+      row.copy(to ^ 16, layout.scales);
     }
   }
-  // Row i of those.
-  static __device__ __forceinline__ void restore(unsigned char* tiles, int i) {
+  // Rows `begin` to end - 1 of those.
+  static __device__ __forceinline__ void restore(unsigned char* tiles, int begin, int end) {
     static_assert(kScaleColumns == 8 * 16);  // sixteen number chunk() + 8 k is of group k
-    const uint32_t to = first(tiles) + static_cast<uint32_t>(i * 16 * 128), own = to + static_cast<uint32_t>(parity() * 8),
-                   other = to + 8 - static_cast<uint32_t>(parity() * 8);
-    const float4 scales = load_shared_floats(to ^ 16);
-    // Each load long before its use: these threads have 24 registers.
-    uint2 first_codes = load_shared_8(own), last_codes = load_shared_8(other);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t at = static_cast<uint32_t>(k * 2 * kTileBytes), next = at + 2 * kTileBytes;
-      const float scale = k == 0 ? scales.x : k == 1 ? scales.y : k == 2 ? scales.z : scales.w;
-      const uint4 first_values = scaled_to_bf16(first_codes, scale);
-      if (k < 3) first_codes = load_shared_8(own + next);
-      store_shared(to + at, first_values);
-      const uint4 last_values = scaled_to_bf16(last_codes, scale);
-      if (k < 3) last_codes = load_shared_8(other + next);
-      store_shared((to ^ 16) + at, last_values);
+    constexpr uint32_t kNext = 2 * kTileBytes;
+    const uint32_t parity_at = static_cast<uint32_t>(parity() * 8);
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      // Downwards, as the scales lie beside the first sixteen. Each load long before its use.
+      const uint32_t scales = (first(tiles) + static_cast<uint32_t>(i * 16 * 128)) ^ 16;
+      uint32_t to = (scales ^ 16) + 3 * kNext;
+      uint2 first_codes = load_shared_8(to + parity_at), last_codes = load_shared_8(to + 8 - parity_at);
+      float scale = load_shared_float(scales + 12);
+#pragma unroll 1
+      for (int k = 3; k >= 0; --k, to -= kNext) {
+        const uint2 first_now = first_codes, last_now = last_codes;
+        const float scale_now = scale;
+        if (k > 0) {
+          first_codes = load_shared_8(to - kNext + parity_at);
+          last_codes = load_shared_8(to - kNext + 8 - parity_at);
+          scale = load_shared_float(scales + static_cast<uint32_t>(k * 4 - 4));
+        }
+        store_shared(to, scaled_to_bf16(first_now, scale_now));
+        store_shared(to ^ 16, scaled_to_bf16(last_now, scale_now));
+      }
     }
   }
 
@@ -227,11 +251,10 @@ struct CodeCopier {
     const uint32_t first_to = first_of_tile(tile);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const SourceRow<e4m3> row = parity() == 0 ? source(i) : source(2 + i);
-      const int bytes = row.exists ? 16 : 0;
+      const SourceRow<e4m3> row = source(i + 2 * parity());
       const uint32_t to = first_to + static_cast<uint32_t>(i * 16 * 128);
-      copy_async(to, row.from + column + RowCopier::chunk() % 4 * 16, bytes);
-      copy_async(to ^ 16, row.from + layout.scales, bytes);
+      row.copy(to, column + RowCopier::chunk() % 4 * 16);
+      row.copy(to ^ 16, layout.scales);
     }
   }
   static __device__ __forceinline__ void restore_tile(unsigned char* tile, int column) {
@@ -262,57 +285,68 @@ struct CodeCopier {
 };
 
 // Where the keys of a query's blocks lie, found in time: the list and the table of pages each take as long to
-// answer as a block takes to be attended to. A lane looks for one of its warp's sixteen rows.
+// answer as a block takes to be attended to, so what is asked for before a block is used before the next. A lane looks
+// for one of its warp's sixteen rows.
 template <class K>
 class KeyFinder {
  public:
   __device__ __forceinline__ KeyFinder(const LatentView<K>& view, const KeyList& list, int block)
       : view_(view), list_(list), block_(block) {
-    const int first = position(block), second = position(block + 1);
+    const int first = position(block);
+    position_ = position(block + 1);
     later_ = position(block + 2);
-    next_ = row(first);
-    found_ = row(second);
+    next_ = place(page(first), first);
+    page_ = page(position_);
   }
-  // To be called before each block. Exchanges come before the block's copies, behind which they would queue.
+  // To be called before each block.
   __device__ __forceinline__ void advance() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      before_[i] = this_[i];
-      this_[i] = __shfl_sync(~0u, next_, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
-    }
-    next_ = found_;
-    found_ = row(later_);
+    before_ = this_;
+    this_ = next_;
+    next_ = place(page_, position_);
+    page_ = page(later_);
+    position_ = later_;
     later_ = position(block_ + 3);
     ++block_;
   }
-  // For the copiers: the key rows of this block, or of the block before.
-  __device__ __forceinline__ SourceRow<K> source(int i) const { return at(this_[i]); }
-  __device__ __forceinline__ SourceRow<K> source_before(int i) const { return at(before_[i]); }
+  // For the copiers: row i of this block, or of the block before. All the warp's lanes call.
+  __device__ __forceinline__ SourceRow<K> source(int i) const { return at(found(this_, i)); }
+  __device__ __forceinline__ SourceRow<K> source_before(int i) const { return at(found(before_, i)); }
+  // The row of this block that the lane has looked for; two lanes have the same.
+  __device__ __forceinline__ SourceRow<K> own() const { return at(this_); }
 
  private:
+  static constexpr int kUnit = 16 / static_cast<int>(sizeof(K));  // places count 16 bytes
+  static constexpr uint32_t kNowhere = ~0u;
+
   __device__ __forceinline__ int position(int block) const {
     const uint32_t thread = thread_again();
     const int entry =
         block * kLatentKeys + static_cast<int>(thread % 128 / kWarp * 4 + thread % 4 + thread % 16 / 4 * 16);
     return entry < list_.count ? list_.position(entry) : -1;
   }
-  __device__ __forceinline__ int row(int position) const {
-    if (position < 0) return -1;
-    return view_.keys.table[list_.sequence * view_.keys.table_stride + position / kPageRows] *
-               static_cast<int>(kPageRows) +
-           position % static_cast<int>(kPageRows);
+  __device__ __forceinline__ int page(int position) const {
+    if (position < 0) return 0;
+    return view_.keys.table[list_.sequence * view_.keys.table_stride + position / kPageRows];
   }
-  __device__ __forceinline__ SourceRow<K> at(int row) const {
-    if (row < 0) return {view_.keys.pool, false};
-    constexpr uint32_t kRows = kPageRows;  // 32 bits, and no sign: the address is computed anew for every row that is copied
-    return {view_.keys.pool + uint64_t{static_cast<uint32_t>(row) / kRows} * static_cast<uint32_t>(view_.keys.page_stride) +
-                uint64_t{static_cast<uint32_t>(row) % kRows} * static_cast<uint32_t>(view_.keys.row_stride),
-            true};
+  __device__ __forceinline__ uint32_t place(int page, int position) const {
+    if (position < 0) return kNowhere;
+    return static_cast<uint32_t>(page) * static_cast<uint32_t>(view_.keys.page_stride / kUnit) +
+           static_cast<uint32_t>(position) % static_cast<uint32_t>(kPageRows) *
+               static_cast<uint32_t>(view_.keys.row_stride / kUnit);
+  }
+
+  static __device__ __forceinline__ uint32_t found(uint32_t place, int i) {
+    return __shfl_sync(~0u, place, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
+  }
+  __device__ __forceinline__ SourceRow<K> at(uint32_t place) const {
+    return {place == kNowhere ? nullptr : view_.keys.pool + uint64_t{place} * kUnit};
   }
 
   const LatentView<K>& view_;
   const KeyList list_;
-  int block_, later_, next_, found_, this_[4] = {-1, -1, -1, -1}, before_[4] = {-1, -1, -1, -1};
+  int block_, later_;
+  int page_, position_;  // of the block after the next
+  uint32_t next_, this_ = kNowhere, before_ = kNowhere;
 };
 
 // --- Scores ---
@@ -320,6 +354,8 @@ class KeyFinder {
 constexpr int kLatentStages = 3;
 // Registers hold this many sixteens of the queries' columns, shared memory the others.
 constexpr int kHeldSteps = 27, kStepBytes = 64 * 32;
+// Warpgroups that restore codes.
+constexpr int kRestorers = 2;
 
 // As much as a block of threads may have: hence few registers for queries, and two last tiles for three
 // stages.
@@ -334,15 +370,17 @@ struct LatentShared {
   float rescale[2][kLatentHeads];
   float factor[kLatentHeads];  // 1 / sum of the weights, with a query's last block
   uint64_t full[kLatentStages], empty[kLatentStages];
+  uint64_t copied[kLatentStages];   // with codes: these are there, or a query's heads; `full` when they are restored
   uint64_t weighed[kLatentStages];  // the block's weights are there
   uint64_t scored[kLatentStages];   // the products of the block after it are done
   uint64_t last_full[2];            // the tile is free, and then has the rope columns
   uint64_t queries_empty;
 
-  __device__ __forceinline__ void init() {
+  __device__ __forceinline__ void init(bool codes) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kLatentStages; ++i) {
-        barrier_init(&full[i], 128);
+        barrier_init(&full[i], codes ? kArrivalsOfWarp * kRestorers * 4 : 128);
+        barrier_init(&copied[i], 128);
         barrier_init(&empty[i], kArrivalsOfWarp * 8);
         barrier_init(&weighed[i], kArrivalsOfWarp * 4);
         barrier_init(&scored[i], kArrivalsOfWarp * 4);
@@ -369,23 +407,15 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
   const auto await_stage = [&] {
     barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
   };  // passes at first
-  const auto stage_is_free = [&] {
-    return __all_sync(~0u, barrier_passed(&shared.empty[stage.place], stage.parity ^ 1));
-  };
   const auto done = [&] {
-    barrier_arrive_after_copies(&shared.full[stage.place]);
+    barrier_arrive_after_copies(kCodes ? &shared.copied[stage.place] : &shared.full[stage.place]);
     stage.advance();
   };
+  const int rope_column = kCodes ? view.latents.ropes / static_cast<int>(sizeof(bf16)) : kLatentWidth;
+  const auto as_bf16 = [](const SourceRow<K>& row) { return SourceRow<bf16>{reinterpret_cast<const bf16*>(row.from)}; };
   const auto copy_last = [&](const auto& source) {
     if constexpr (kRope) {
-      RowCopier::copy<1>(shared.last[last.place], kCodes ? 0 : kLatentWidth, [&](int i) {
-        const SourceRow<K> row = source(i);
-        if constexpr (kCodes) {
-          return SourceRow<bf16>{latent_ropes(view.latents, row.from), row.exists};
-        } else {
-          return row;
-        }
-      });
+      RowCopier::copy<1>(shared.last[last.place], rope_column, [&](int i) { return as_bf16(source(i)); });
     }
     barrier_arrive_after_copies(&shared.last_full[last.place]);
     last.advance();
@@ -396,7 +426,7 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
     if (begin >= end) continue;
     const auto head = [&](int i) {
       const int h = first_head() + RowCopier::row() + 16 * i;
-      return SourceRow<bf16>{view.q.at(t, min(h, view.heads - 1)), h < view.heads};
+      return SourceRow<bf16>{h < view.heads ? view.q.at(t, h) : nullptr};
     };
     KeyFinder<K> keys(view, list, begin);
     await_stage();
@@ -409,54 +439,29 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
                                 RowCopier::row() % 8 * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const SourceRow<bf16> row = head(i);
-        copy_async(to + static_cast<uint32_t>(i * 512), row.from + kLatentWidth + RowCopier::chunk() * 8,
-                   row.exists ? 16 : 0);
+        head(i).copy(to + static_cast<uint32_t>(i * 512), kLatentWidth + RowCopier::chunk() * 8);
       }
       query.advance();
     }
     done();
-    Ring<kLatentStages> restored = stage;
-    int copied = begin;
-    // The next block's stage is free.
-    const auto copy_next = [&] {
+    for (int block = begin; block < end; ++block) {
+      keys.advance();
+      await_stage();
+      if (block > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
       const auto source = [&](int i) { return keys.source(i); };
       unsigned char* const tiles = shared.stages[stage.place][0];
-      if (copied > begin + 2) copy_last([&](int i) { return keys.source_before(i); });
       if constexpr (kCodes) {
         CodeCopier::copy(tiles, view.latents, source);
-        commit_copies();
-        stage.advance();
       } else {
         RowCopier::copy<kLatentTiles>(tiles, 0, source);
-        done();
       }
-      if (copied < begin + 2) copy_last(source);
-      ++copied;
-    };
-    for (int block = begin; block < end; ++block) {
-      if (copied == block) {
-        keys.advance();
-        await_stage();
-        copy_next();
-      }
-      if constexpr (kCodes) {
-        if (copied > block + 1) {
-          wait_for_copies<1>();
-        } else {
-          wait_for_copies();
-        }
-        // Codes of the block after this one are to arrive meanwhile: they are copied as soon as a stage is free.
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          if (copied == block + 1 && copied < end && stage_is_free()) {
-            keys.advance();
-            copy_next();
-          }
-          CodeCopier::restore(shared.stages[restored.place][0], i);
-        }
-        barrier_arrive(&shared.full[restored.place]);
-        restored.advance();
+      done();
+      if (block < begin + 2) {
+        copy_last(source);
+      } else if constexpr (kRope) {
+        // To be copied soon, and then quickly: the products that wait for the tile stand between two blocks' weighing.
+        const bf16* const row = as_bf16(keys.own()).from;
+        if (row != nullptr) prefetch_line(row + rope_column + (thread_again() % kWarp < 16 ? 0 : 56));
       }
     }
     if (end > begin + 2) {
@@ -531,40 +536,121 @@ __device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier, int arriva
   barrier_arrive_warp(barrier, thread_again() % kWarp == 0, arrivals);
 }
 
+// One of kRestorers warpgroups that restore codes, its share of a block's rows each; of each query the heads come first, as
+// they are. Its warps go on by themselves.
+template <bool kRope, class K>
+class StageRestorer {
+ public:
+  __device__ __forceinline__ StageRestorer(LatentShared<kRope>& shared, const LatentView<K>& view,
+                                           const LatentShare& share, int part)
+      : shared_(shared), view_(view), share_(share), part_(part), t_(static_cast<int>(blockIdx.x)) {
+    if constexpr (kCodes) find_query();
+  }
+  __device__ __forceinline__ void restore_all() {
+    while (t_ < share_.queries) {
+      barrier_wait(&shared_.copied[stage_.place], stage_.parity);
+      restore();
+    }
+  }
+  // Waits for both; where there are codes it restores what comes meanwhile.
+  __device__ __forceinline__ void wait(uint64_t* one, uint64_t* other, int parity) {
+    if constexpr (kCodes) {
+      while (!passed(one, parity) || !passed(other, parity)) look();
+    } else {
+      barrier_wait(one, parity);
+      barrier_wait(other, parity);
+    }
+  }
+  // Restores a stage if one is there.
+  __device__ __forceinline__ void look() {
+    if constexpr (kCodes) {
+      if (t_ < share_.queries && passed(&shared_.copied[stage_.place], stage_.parity)) restore();
+    }
+  }
+
+ private:
+  static constexpr bool kCodes = sizeof(K) == 1;
+
+  static __device__ __forceinline__ bool passed(uint64_t* barrier, int parity) {
+    return __all_sync(~0u, barrier_passed(barrier, parity));
+  }
+  __device__ __forceinline__ void find_query() {
+    heads_ = true;
+    for (; t_ < share_.queries; t_ = next_query(t_)) {
+      left_ = share_.end(key_count(view_, t_)) - share_.begin();
+      if (left_ > 0) return;
+    }
+  }
+  __device__ __forceinline__ void restore() {
+    if (!heads_) {
+      constexpr int kRows = 4 / kRestorers;
+      CodeCopier::restore(shared_.stages[stage_.place][0], part_ * kRows, part_ * kRows + kRows);
+      --left_;
+    }
+    heads_ = false;
+    arrive_once_a_warp(&shared_.full[stage_.place]);
+    stage_.advance();
+    if (left_ == 0) {
+      t_ = next_query(t_);
+      find_query();
+    }
+  }
+
+  LatentShared<kRope>& shared_;
+  const LatentView<K>& view_;
+  const LatentShare& share_;
+  const int part_;
+  int t_, left_ = 0;  // the query, and its blocks that are yet to be restored
+  bool heads_ = true;
+  Ring<kLatentStages> stage_;
+};
+
 // --- A block of threads: one warpgroup copies, one scores, two weigh half of the columns each ---
 
 constexpr int kLatentThreads = 4 * 128;
 
 // The tensor cores are to have work during the softmax of a block. So the weighing of the block before starts
-// only when this one's products are done, though its weights were there earlier.
+// only when this one's products are done, though its weights were there earlier; unless this one's keys are not yet there.
 template <bool kRope, class K>
 __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share) {
   Ring<kLatentStages> stage, previous = {-1, 0};  // of the block before, perhaps of the query before
   Ring<2> last;
+  bool scored = true;  // the weighing of the block before may start
+  const auto may_weigh = [&] {
+    if (!scored) arrive_once_a_warp(&shared.scored[previous.place]);
+    scored = true;
+  };
+  const auto await_stage = [&] {
+    if (!__all_sync(~0u, barrier_passed(&shared.full[stage.place], stage.parity))) {
+      may_weigh();
+      barrier_wait(&shared.full[stage.place], stage.parity);
+    }
+  };
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
     int left = key_count(view, t);
     SoftmaxRows rows;
     if (left > 0) {
       LatentQueries<kRope> queries;
-      barrier_wait(&shared.full[stage.place], stage.parity);
+      await_stage();
       queries.load(shared, stage.place);
       arrive_once_a_warp(&shared.empty[stage.place], 2);  // instead of the warps that weigh
       arrive_once_a_warp(&shared.weighed[stage.place]);
       arrive_once_a_warp(&shared.scored[stage.place]);
       stage.advance();
       do {
-        barrier_wait(&shared.full[stage.place], stage.parity);
+        await_stage();
         fence_async_proxy();
         float scores[32];
         queries.score(shared, stage.place, last, scores);
-        if (previous.place >= 0) arrive_once_a_warp(&shared.scored[previous.place]);
+        may_weigh();
         if (left <= kLatentKeys) {
           arrive_once_a_warp(&shared.queries_empty);
           // The factor before has been read.
           if (previous.place >= 0) barrier_wait(&shared.empty[previous.place], previous.parity);
         }
         previous = stage;
+        scored = false;
         if (kRope) LatentQueries<kRope>::sync();  // all have awaited the products with the last tile
         float rescale[2];
         uint32_t weights[4][4];
@@ -599,14 +685,14 @@ __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const
     for (int r = 0; r < 2; ++r)
       store_lse(view, t, first_head() + row_of_thread() + 8 * r, rows.top[r], rows.sum[r]);
   }
-  if (previous.place >= 0)
-    arrive_once_a_warp(&shared.scored[previous.place]);  // nothing follows the last block
+  may_weigh();  // nothing follows the last block
 }
 
 template <bool kRope, class K>
 __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share, int half) {
   constexpr int kTiles = kLatentTiles / 2;
+  StageRestorer<kRope, K> restorer(shared, view, share, half);
   Ring<kLatentStages> stage;
   Ring<2> last;
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
@@ -615,14 +701,13 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
     if (end > 0) stage.advance();  // the queries
     for (int block = 0; block < end; ++block) {
       const int row = row_of_thread();
-      barrier_wait(&shared.weighed[stage.place], stage.parity);
+      restorer.wait(&shared.weighed[stage.place], &shared.scored[stage.place], stage.parity);
       const float rescale[2] = {shared.rescale[last.place][row], shared.rescale[last.place][row + 8]};
       if (block + 1 == end) factor[0] = shared.factor[row], factor[1] = shared.factor[row + 8];
       if (!all_ones(rescale)) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= rescale[i / 2 % 2];
       }
-      barrier_wait(&shared.scored[stage.place], stage.parity);
       fence_async_proxy();
       const uint64_t weights = factor_descriptor(shared.last[last.place], 0);
       const uint64_t values = factor_descriptor(shared.stages[stage.place][half * kTiles], kTileBytes);
@@ -638,6 +723,7 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
         }
       }
       wgmma_commit();
+      restorer.look();
       wgmma_wait<0>();
       wgmma_pin(o[0]);
       wgmma_pin(o[1]);
@@ -655,7 +741,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     attend_latents(const __grid_constant__ LatentView<K> view, const LatentShare share) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
-  shared.init();
+  shared.init(sizeof(K) == 1);
   const int role = static_cast<int>(threadIdx.x) / 128;
   // All of the 512 that there are for four threads. With less, the compiler makes products wait for each
   // other.
@@ -686,15 +772,8 @@ struct LatentScores {
 };
 
 template <bool kRope, class K>
-__global__ void __launch_bounds__(2 * 128, 1)
-    score_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores to) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
-  shared.init();
-  if (threadIdx.x < 128) {
-    fetch_latents(shared, view, share);
-    return;
-  }
+__device__ __forceinline__ void store_scores(LatentShared<kRope>& shared, const LatentView<K>& view,
+                                             const LatentShare& share, const LatentScores& to) {
   Ring<kLatentStages> stage;
   Ring<2> last;
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
@@ -724,44 +803,68 @@ __global__ void __launch_bounds__(2 * 128, 1)
   }
 }
 
+// One warpgroup copies, one scores; two restore where there are codes.
+template <class K>
+constexpr int kScoreThreads = (sizeof(K) == 1 ? 2 + kRestorers : 2) * 128;
+
+template <bool kRope, class K>
+__global__ void __launch_bounds__(kScoreThreads<K>, 1)
+    score_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores to) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<LatentShared<kRope>*>(memory);
+  constexpr bool kCodes = sizeof(K) == 1;
+  shared.init(kCodes);
+  const int role = static_cast<int>(threadIdx.x) / 128;
+  if (role == 1) {
+    if constexpr (kCodes) take_registers<168>();
+    store_scores(shared, view, share, to);
+  } else {
+    if constexpr (kCodes) give_registers<112>();
+    if (role == 0) {
+      fetch_latents(shared, view, share);
+    } else if constexpr (kCodes) {
+      StageRestorer<kRope, K>(shared, view, share, role - 2).restore_all();
+    }
+  }
+}
+
 constexpr int kWeighStages = 4;
 struct WeighShared {
   unsigned char values[kWeighStages][kTileBytes];  // 64 columns
   float scores[kWeighStages][kScoreValues];
   uint64_t full[kWeighStages], empty[kWeighStages];
+  uint64_t copied[kWeighStages];  // with codes, as LatentShared's
 };
+
+// One warpgroup copies, one weighs; one restores where there are codes.
+template <class K>
+constexpr int kWeighThreads = (sizeof(K) == 1 ? 3 : 2) * 128;
 
 // Columns from 64 blockIdx.z on.
 template <class K>
-__global__ void __launch_bounds__(2 * 128, 2)
+__global__ void __launch_bounds__(kWeighThreads<K>, 2)
     weigh_latents(const __grid_constant__ LatentView<K> view, const LatentShare share, const LatentScores from) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<WeighShared*>(memory);
+  constexpr bool kCodes = sizeof(K) == 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWeighStages; ++i) {
-      barrier_init(&shared.full[i], 128);
+      barrier_init(&shared.full[i], kCodes ? kArrivalsOfWarp * 4 : 128);
+      barrier_init(&shared.copied[i], 128);
       barrier_init(&shared.empty[i], kArrivalsOfWarp * 4);
     }
     barrier_init_done();
   }
   __syncthreads();
-  constexpr bool kCodes = sizeof(K) == 1;
   const int t = static_cast<int>(blockIdx.x), column = static_cast<int>(blockIdx.z) * 64;
   const int count = key_count(view, t);
   Ring<kWeighStages> stage;
-  if (threadIdx.x < 128) {
+  const int role = static_cast<int>(threadIdx.x) / 128;
+  if (role == 0) {
+    if constexpr (kCodes) give_registers<40>();
     const KeyList list = keys_of(view, t);
     KeyFinder<K> keys(view, list, 0);
-    // Codes are restored when the copies of two more blocks are on their way.
-    constexpr int kAhead = 2;
-    Ring<kWeighStages> restored;
-    const auto restore = [&] {
-      CodeCopier::restore_tile(shared.values[restored.place], column);
-      barrier_arrive(&shared.full[restored.place]);
-      restored.advance();
-    };
-    const int blocks = (count + kLatentKeys - 1) / kLatentKeys;
-    for (int block = 0; block < blocks; ++block, stage.advance()) {
+    for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
       keys.advance();
       barrier_wait(&shared.empty[stage.place], stage.parity ^ 1);
       const auto source = [&](int i) { return keys.source(i); };
@@ -774,21 +877,22 @@ __global__ void __launch_bounds__(2 * 128, 2)
       const uint32_t to = shared_address(shared.scores[stage.place] + threadIdx.x * 4);
 #pragma unroll
       for (int i = 0; i < 8; ++i) copy_async(to + i * 2048, scores + i * 512);
-      if constexpr (kCodes) {
-        commit_copies();
-        if (block < kAhead) continue;
-        wait_for_copies<kAhead>();
-        restore();
-      } else {
-        barrier_arrive_after_copies(&shared.full[stage.place]);
-      }
-    }
-    if constexpr (kCodes) {
-      wait_for_copies();
-      for (int block = max(0, blocks - kAhead); block < blocks; ++block) restore();
+      barrier_arrive_after_copies(kCodes ? &shared.copied[stage.place] : &shared.full[stage.place]);
     }
     return;
   }
+  if (role == 2) {
+    if constexpr (kCodes) {
+      give_registers<56>();
+      for (int block = 0; block * kLatentKeys < count; ++block, stage.advance()) {
+        barrier_wait(&shared.copied[stage.place], stage.parity);
+        CodeCopier::restore_tile(shared.values[stage.place], column);
+        arrive_once_a_warp(&shared.full[stage.place]);
+      }
+    }
+    return;
+  }
+  if constexpr (kCodes) take_registers<144>();
   const int row = row_of_thread();
   SoftmaxRows rows;
   float o[32] = {}, factor[2] = {0.0f, 0.0f};

@@ -91,6 +91,8 @@ void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream&
   const auto grid = [&](int64_t x, int64_t z) {
     return dim3(static_cast<unsigned>(x), static_cast<unsigned>(runs), static_cast<unsigned>(z));
   };
+  // KeyFinder counts sixteens of bytes in 32 bits.
+  CHECK_LT(args.keys.pool.size(0) * args.keys.pool.stride(0) * int64_t{sizeof(K)}, int64_t{16} * 0xffffffff);
   LatentShare share{.queries = static_cast<int>(queries), .span = 1 << 24, .scale = view.scale * kLog2e};
   constexpr int kBytes = sizeof(LatentShared<kRope>);
   static_assert(kBytes <= kSharedMax);
@@ -107,10 +109,10 @@ void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream&
   share.span = static_cast<int>(divide_up(blocks, std::max<int64_t>(multi / (queries * runs), 1)));
   allow_shared(score_latents<kRope, K>, kBytes);
   allow_shared(weigh_latents<K>, sizeof(WeighShared));
-  score_latents<kRope, K><<<grid(queries, divide_up(blocks, share.span)), 256, kBytes, cuda_stream(stream)>>>(
+  score_latents<kRope, K><<<grid(queries, divide_up(blocks, share.span)), kScoreThreads<K>, kBytes,
+                            cuda_stream(stream)>>>(view, share, scores);
+  weigh_latents<K><<<grid(queries, kLatentTiles), kWeighThreads<K>, sizeof(WeighShared), cuda_stream(stream)>>>(
       view, share, scores);
-  weigh_latents<K><<<grid(queries, kLatentTiles), 256, sizeof(WeighShared), cuda_stream(stream)>>>(view, share,
-                                                                                                   scores);
 }
 
 // False where no tiling has room: by heads and widths alone, never by the batch.

@@ -395,6 +395,9 @@ SparseMla with_restored(TensorPool& pool, const SparseMla& latents, DType dtype)
   return call;
 }
 
+class SparseMlaCudaReads : public testing::CudaTest,
+                           public ::testing::WithParamInterface<std::tuple<int64_t, int64_t, int64_t, int64_t>> {};
+
 class SparseMlaCudaLatents : public testing::CudaTest, public ::testing::WithParamInterface<std::tuple<size_t, DType>> {};
 
 TEST_P(SparseMlaCudaLatents, HaveTheBitsOfTheirValues) {
@@ -442,6 +445,47 @@ TEST_P(SparseMlaCudaLatents, HaveTheBitsOfTheirValues) {
   device.expect_fences_intact();
 }
 
+// A query of zeros has the value of its only key: every code times scales of all magnitudes, and NaN where a scale is.
+TEST_P(SparseMlaCudaReads, EveryCode) {
+  const auto [heads, rope, topk, sequences] = GetParam();
+  constexpr int64_t kRank = 512;
+  TensorPool pool(23);
+  CudaPool device;
+  const Shape shape{.heads = heads, .rank = kRank, .rope = rope,
+                    .lengths = std::vector<int64_t>(static_cast<size_t>(sequences), 1), .topk = topk};
+  const World world(pool, shape, DType::kBf16, DType::kBf16);
+  SparseMla host = with_latents(pool, world.call(pool, testing::whole_sequences(shape.lengths), 2));
+  for (int64_t i = 0; i < host.q.numel(); ++i) host.q.f32()[i] = 0.0f;
+  if (topk > 0) std::fill_n(host.counts.i32(), sequences, 1);
+  const LatentRow layout = latent_row(kRank, rope);
+  for (int64_t b = 0; b < sequences; ++b) {
+    e4m3* const row = host.keys.pool.data<e4m3>() + host.keys.offset(b, 0);
+    for (int64_t i = 0; i < kRank; ++i) row[i].bits = static_cast<uint8_t>(i * 3 % 127 + i % 2 * 128);
+    float* const scales = reinterpret_cast<float*>(row + layout.scales);
+    for (int g = 0; g < layout.groups(); ++g) {
+      const int exponent = static_cast<int>((b * layout.groups() + g) * 226 / (sequences * layout.groups())) - 108;
+      scales[g] = to_f32(to_bf16(std::ldexp(1.0f + pool.uniform(), exponent)));
+    }
+    if (b == 3) scales[1] = std::numeric_limits<float>::quiet_NaN();
+  }
+  const SparseMla call = on_cuda(device, host, DType::kBf16);
+  launch(call, cuda_stream());
+  const Tensor o = testing::on_host(pool, call.o);
+  std::vector<float> values(kRank);
+  for (int64_t b = 0; b < sequences; ++b) {
+    read_latent_row(layout, host.keys.pool.data<e4m3>() + host.keys.offset(b, 0), 0, kRank, values.data());
+    for (int64_t i = 0; i < heads * kRank; ++i) {
+      const float actual = o.row(b)[i], expected = to_f32(to_bf16(values[static_cast<size_t>(i % kRank)]));
+      ASSERT_TRUE(b == 3 ? std::isnan(actual) : actual == expected) << b << ", " << i << ": " << actual << ", " << expected;
+    }
+  }
+}
+
+// Heads, rope columns, entries of a selection, queries.
+INSTANTIATE_TEST_SUITE_P(Forms, SparseMlaCudaReads,
+                         ::testing::Values(std::tuple{64, 64, 0, 200}, std::tuple{64, 0, 0, 40}, std::tuple{64, 64, 300, 20},
+                                           std::tuple{64, 0, 300, 32}, std::tuple{8, 64, 0, 50}));
+
 TEST_P(SparseMlaCudaLatents, EqualReference) {
   const auto [index, dtype] = GetParam();
   const Shape& shape = index < std::size(kShapes) ? kShapes[index] : kLongShapes[index - std::size(kShapes)];
@@ -456,7 +500,7 @@ TEST_P(SparseMlaCudaLatents, EqualReference) {
   const SparseMla expected = with_latents(pool, world.call(pool, pieces, 2));
   const SparseMla call = on_cuda(device, expected, dtype);
   launch(call, cuda_stream());
-  reference(expected);
+  reference(with_restored(pool, expected, dtype));  // its values as the activations' dtype holds them
   testing::expect_close(call.o, expected.o);
   expect_close_lse(call.lse, expected.lse, dtype);
 }
