@@ -146,26 +146,24 @@ __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant
   }
 }
 
-inline int64_t few_rows_blocks(const Product& p, int tiles) { return divide_up(p.m, 8 * tiles) * divide_up(p.n, 16) * p.batch; }
-// Of products that wgmma takes, those that are faster here, as measured on an H200; by how many eights of rows a block, else 0. Of up
-// to sixteen rows, all whose blocks run at once. Of more, sixteen a block read the weight again, which pays where most of the
-// device is idle either way; of up to 32, all in one block, where there is a block or two for each multiprocessor.
-inline int few_rows_tiles(const Product& p, DType a, DType b, bool transpose_a, bool transpose_b) {
-  if (a != DType::kBf16 || b != DType::kBf16 || transpose_a || !transpose_b || !wgmma_takes(p, transpose_a, transpose_b)) return 0;
-  if (p.rows_grouped || p.depth_grouped || p.accumulate) return 0;
-  const auto fits = [&](int tiles, int64_t at_once) { return few_rows_blocks(p, tiles) <= at_once * multiprocessors(); };
-  if (p.m <= 8) return fits(1, 8) ? 1 : 0;
-  if (fits(2, p.m <= 16 ? 6 : 2)) return 2;
-  return p.m > 16 && p.m <= 32 && fits(4, 2) ? 4 : 0;
+// Of products that wgmma takes, those that are faster here, as measured on an H200: of up to sixteen rows, all whose blocks run at
+// once; of more rows, which read the weight again, only those that leave most of the device idle either way.
+inline bool few_rows_take(const Product& p, DType a, DType b, bool transpose_a, bool transpose_b) {
+  if (a != DType::kBf16 || b != DType::kBf16 || transpose_a || !transpose_b || !wgmma_takes(p, transpose_a, transpose_b)) return false;
+  if (p.rows_grouped || p.depth_grouped || p.accumulate) return false;
+  const int64_t blocks = divide_up(p.m, p.m <= 8 ? 8 : 16) * divide_up(p.n, 16) * p.batch;
+  const int64_t at_once = p.m <= 8 ? 8 : p.m <= 16 ? 6 : 2;  // on a multiprocessor; the first two fill its shared memory
+  return blocks <= at_once * multiprocessors();
 }
 
-// Products of few rows, for one launch.
+// Products that few_rows_take, for one launch.
 class FewRows {
  public:
-  bool add(const Product& p, int tiles, DType c) {  // tiles: few_rows_tiles(). false: it does not go with those before
+  bool add(const Product& p, DType c) {  // false: it does not go with those before
+    const int tiles = p.m <= 8 ? 1 : 2;
     if (count_ == FewRowsGroup::kMost || (count_ > 0 && tiles != tiles_)) return false;
     tiles_ = tiles;
-    blocks_ += few_rows_blocks(p, tiles);
+    blocks_ += divide_up(p.m, 8 * tiles) * divide_up(p.n, 16) * p.batch;
     group_.products[count_] = p;
     group_.f32[count_] = c == DType::kF32;
     group_.end[count_] = static_cast<int>(blocks_);
@@ -174,7 +172,7 @@ class FewRows {
   }
   void launch(Stream& stream) const {
     if (blocks_ == 0) return;
-    tiles_ == 1 ? launch_as<1>(stream) : tiles_ == 2 ? launch_as<2>(stream) : launch_as<4>(stream);
+    tiles_ == 1 ? launch_as<1>(stream) : launch_as<2>(stream);
     check_launch("product");
   }
 

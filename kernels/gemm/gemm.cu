@@ -54,13 +54,12 @@ void launch_cuda<Gemms>(const Gemms& args, Stream& stream) {
   FewRows small;
   for (const Gemm& gemm : args.products) {
     const Product p = product_of(gemm);
-    const int tiles = few_rows_tiles(p, gemm.a.dtype(), gemm.b.dtype(), gemm.transpose_a, gemm.transpose_b);
-    if (tiles == 0) {
+    if (!few_rows_take(p, gemm.a.dtype(), gemm.b.dtype(), gemm.transpose_a, gemm.transpose_b)) {
       launch_product(p, gemm.a.dtype(), gemm.b.dtype(), gemm.c.dtype(), gemm.transpose_a, gemm.transpose_b, stream);
-    } else if (!small.add(p, tiles, gemm.c.dtype())) {
+    } else if (!small.add(p, gemm.c.dtype())) {
       small.launch(stream);
       small = {};
-      CHECK(small.add(p, tiles, gemm.c.dtype()));
+      CHECK(small.add(p, gemm.c.dtype()));
     }
   }
   small.launch(stream);

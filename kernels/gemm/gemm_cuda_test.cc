@@ -99,7 +99,7 @@ TEST_P(GemmRowsCudaTest, RowIgnoresTheOthers) {
   TensorPool host(2);
   CudaPool device;
   constexpr int64_t kRows = 4096;
-  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1024, 256}, {97, 131}, {24, 2048}, {2203, 200}}) {
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1024, 256}, {97, 131}, {24, 2048}}) {
     for (const bool transpose_b : {true, false}) {
       const Tensor a = device.copy(random_as(host, dtype_a, {kRows, k}), dtype_a);
       const Tensor b =
