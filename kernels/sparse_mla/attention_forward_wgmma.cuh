@@ -536,73 +536,23 @@ __device__ __forceinline__ void arrive_once_a_warp(uint64_t* barrier, int arriva
   barrier_arrive_warp(barrier, thread_again() % kWarp == 0, arrivals);
 }
 
-// One of kRestorers warpgroups that restore codes, its share of a block's rows each; of each query the heads come first, as
-// they are. Its warps go on by themselves.
+// One of kRestorers warpgroups that restore codes, its share of a block's rows each; a query's heads come first, as they are.
+// Where there are no codes it does nothing.
 template <bool kRope, class K>
-class StageRestorer {
- public:
-  __device__ __forceinline__ StageRestorer(LatentShared<kRope>& shared, const LatentView<K>& view,
-                                           const LatentShare& share, int part)
-      : shared_(shared), view_(view), share_(share), part_(part), t_(static_cast<int>(blockIdx.x)) {
-    if constexpr (kCodes) find_query();
-  }
-  __device__ __forceinline__ void restore_all() {
-    while (t_ < share_.queries) {
-      barrier_wait(&shared_.copied[stage_.place], stage_.parity);
-      restore();
-    }
-  }
-  // Waits for both; where there are codes it restores what comes meanwhile.
-  __device__ __forceinline__ void wait(uint64_t* one, uint64_t* other, int parity) {
-    if constexpr (kCodes) {
-      while (!passed(one, parity) || !passed(other, parity)) look();
-    } else {
-      barrier_wait(one, parity);
-      barrier_wait(other, parity);
-    }
-  }
-  // Restores a stage if one is there.
-  __device__ __forceinline__ void look() {
-    if constexpr (kCodes) {
-      if (t_ < share_.queries && passed(&shared_.copied[stage_.place], stage_.parity)) restore();
-    }
-  }
+struct StageRestorer {
+  LatentShared<kRope>& shared;
+  int part;
+  Ring<kLatentStages> stage = {};
 
- private:
-  static constexpr bool kCodes = sizeof(K) == 1;
-
-  static __device__ __forceinline__ bool passed(uint64_t* barrier, int parity) {
-    return __all_sync(~0u, barrier_passed(barrier, parity));
-  }
-  __device__ __forceinline__ void find_query() {
-    heads_ = true;
-    for (; t_ < share_.queries; t_ = next_query(t_)) {
-      left_ = share_.end(key_count(view_, t_)) - share_.begin();
-      if (left_ > 0) return;
-    }
-  }
-  __device__ __forceinline__ void restore() {
-    if (!heads_) {
+  __device__ __forceinline__ void next(bool heads) {
+    if constexpr (sizeof(K) == 1) {
       constexpr int kRows = 4 / kRestorers;
-      CodeCopier::restore(shared_.stages[stage_.place][0], part_ * kRows, part_ * kRows + kRows);
-      --left_;
-    }
-    heads_ = false;
-    arrive_once_a_warp(&shared_.full[stage_.place]);
-    stage_.advance();
-    if (left_ == 0) {
-      t_ = next_query(t_);
-      find_query();
+      barrier_wait(&shared.copied[stage.place], stage.parity);
+      if (!heads) CodeCopier::restore(shared.stages[stage.place][0], part * kRows, part * kRows + kRows);
+      arrive_once_a_warp(&shared.full[stage.place]);
+      stage.advance();
     }
   }
-
-  LatentShared<kRope>& shared_;
-  const LatentView<K>& view_;
-  const LatentShare& share_;
-  const int part_;
-  int t_, left_ = 0;  // the query, and its blocks that are yet to be restored
-  bool heads_ = true;
-  Ring<kLatentStages> stage_;
 };
 
 // --- A block of threads: one warpgroup copies, one scores, two weigh half of the columns each ---
@@ -692,16 +642,23 @@ template <bool kRope, class K>
 __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const LatentView<K>& view,
                                               const LatentShare& share, int half) {
   constexpr int kTiles = kLatentTiles / 2;
-  StageRestorer<kRope, K> restorer(shared, view, share, half);
+  StageRestorer<kRope, K> restorer{shared, half};
   Ring<kLatentStages> stage;
   Ring<2> last;
   for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
     const int end = share.end(key_count(view, t));
     float o[2][64] = {}, factor[2] = {0.0f, 0.0f};
-    if (end > 0) stage.advance();  // the queries
+    if (end > 0) {
+      stage.advance();  // the queries
+      restorer.next(true);
+      restorer.next(false);
+    }
     for (int block = 0; block < end; ++block) {
+      // Its products are what this block's weighing waits for.
+      if (block + 1 < end) restorer.next(false);
       const int row = row_of_thread();
-      restorer.wait(&shared.weighed[stage.place], &shared.scored[stage.place], stage.parity);
+      barrier_wait(&shared.weighed[stage.place], stage.parity);
+      barrier_wait(&shared.scored[stage.place], stage.parity);
       const float rescale[2] = {shared.rescale[last.place][row], shared.rescale[last.place][row + 8]};
       if (block + 1 == end) factor[0] = shared.factor[row], factor[1] = shared.factor[row + 8];
       if (!all_ones(rescale)) {
@@ -723,7 +680,6 @@ __device__ __forceinline__ void weigh_queries(LatentShared<kRope>& shared, const
         }
       }
       wgmma_commit();
-      restorer.look();
       wgmma_wait<0>();
       wgmma_pin(o[0]);
       wgmma_pin(o[1]);
@@ -823,7 +779,11 @@ __global__ void __launch_bounds__(kScoreThreads<K>, 1)
     if (role == 0) {
       fetch_latents(shared, view, share);
     } else if constexpr (kCodes) {
-      StageRestorer<kRope, K>(shared, view, share, role - 2).restore_all();
+      StageRestorer<kRope, K> restorer{shared, role - 2};
+      for (int t = static_cast<int>(blockIdx.x); t < share.queries; t = next_query(t)) {
+        const int blocks = share.end(key_count(view, t)) - share.begin();
+        for (int stage = 0; blocks > 0 && stage <= blocks; ++stage) restorer.next(stage == 0);
+      }
     }
   }
 }
