@@ -55,12 +55,16 @@ for row in rows:
 P
 }
 
-for dtype in fp32 bf16; do
+dtypes="fp32 bf16" same="3 4"
+if [ "$device" = cpu ]; then dtypes=bf16 same=4; fi  # fp32 is what other tests of jobs use; the optimiser has one place
+for dtype in $dtypes; do
   job "async-$dtype" "model.dtype=$dtype" > "$work/async-$dtype.txt"
   # In bf16 the worker reads the learner's weights in place, but for the second run.
   job "sync-$dtype-1" "model.dtype=$dtype" rl.max_staleness=0 > "$work/sync-$dtype-1.txt"
   job "sync-$dtype-2" "model.dtype=$dtype" rl.max_staleness=0 rollout.share_weights=false > "$work/sync-$dtype-2.txt"
-  job "sync-$dtype-3" "model.dtype=$dtype" rl.max_staleness=0 learner.optimizer.offload=true > "$work/sync-$dtype-3.txt"
+  if [ "$device" != cpu ]; then
+    job "sync-$dtype-3" "model.dtype=$dtype" rl.max_staleness=0 learner.optimizer.offload=true > "$work/sync-$dtype-3.txt"
+  fi
   for ((life = 0; life < 5; ++life)); do  # a job of a few steps may end before it is killed
     rm -rf "$work/sync-$dtype-4"
     killed "sync-$dtype-4" "model.dtype=$dtype" rl.max_staleness=0 learner.checkpoint_every=1000
@@ -69,7 +73,7 @@ for dtype in fp32 bf16; do
   done
   if [ "$life" = 5 ]; then echo "FAIL: nothing was repeated in $dtype"; exit 1; fi
   for file in model.safetensors optimizer/model.safetensors; do
-    for other in 3 4; do
+    for other in $same; do
       cmp "$work/sync-$dtype-1/checkpoints/latest/$file" "$work/sync-$dtype-$other/checkpoints/latest/$file" ||
         { echo "FAIL: the optimiser's place (3) or a kill (4) changes $file in $dtype: $other"; exit 1; }
     done
@@ -77,5 +81,5 @@ for dtype in fp32 bf16; do
   for other in 2 4; do
     diff "$work/sync-$dtype-1.txt" "$work/sync-$dtype-$other.txt" || { echo "FAIL: runs 1 and $other of one seed differ in $dtype"; exit 1; }
   done
-  echo "ok   $dtype: the mismatch is 0 in every step, two runs of one seed are the same, with shared weights or copies, with an offloaded optimiser, and killed"
+  echo "ok   $dtype: the mismatch is 0 in every step, runs of one seed are the same with shared weights or copies, wherever the optimiser is, and killed"
 done
