@@ -100,6 +100,17 @@ void fix_addresses(Job& job) {
   if (job.rollout.learner_address.empty()) job.rollout.learner_address = job.learner.address;
 }
 
+namespace {
+absl::Status expect_device(const char* field, kernels::Device device) {
+  const absl::Status status = kernels::Stream::create(device, 1).status();
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat(field, ": ", kernels::device_word(device), ": ", status.message()));
+}
+}  // namespace
+
+absl::Status expect_rollout_device(const Job& job) { return expect_device("rollout.device", job.rollout.engine.device); }
+absl::Status expect_learner_device(const Job& job) { return expect_device("learner.device", job.learner.model.device); }
+
 absl::Status prepare_run(const Job& job) {
   const fs::path run = job.shared.run_directory();
   for (const char* folder : {"logs", "rollouts", "checkpoints", "trajectories"}) RETURN_IF_ERROR(make_directory(run / folder));

@@ -41,6 +41,10 @@ absl::StatusOr<Job> read_job(const JobFlags& flags);
 // (gateway), 7401 (trajectories), 7402 (weights), and addresses of other roles follow from these.
 void fix_addresses(Job& job);
 
+// That this process can compute where the job wants it to, else the field and why not. To be asked before anything is made.
+absl::Status expect_rollout_device(const Job& job);
+absl::Status expect_learner_device(const Job& job);
+
 // Makes the run's directories and, when it is not there yet, the model.
 absl::Status prepare_run(const Job& job);
 // As <run directory>/config.yaml; says on stderr what is not as it was when the run was last started.

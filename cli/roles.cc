@@ -34,10 +34,11 @@ absl::Status check_flags(const RoleFlags& flags) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Job> read_role(const RoleFlags& flags) {
+absl::StatusOr<Job> read_role(const RoleFlags& flags, absl::Status (*expect)(const Job&) = nullptr) {
   RETURN_IF_ERROR(check_flags(flags));
   ASSIGN_OR_RETURN(Job job, read_job(flags.job));
   fix_addresses(job);
+  if (expect != nullptr) RETURN_IF_ERROR(expect(job));
   RETURN_IF_ERROR(prepare_run(job));
   return job;
 }
@@ -62,7 +63,7 @@ absl::Status run_gateway(const RoleFlags& flags) {
 
 absl::Status run_rollout(const RoleFlags& flags) {
   SignalStop signals;
-  ASSIGN_OR_RETURN(Job job, read_role(flags));
+  ASSIGN_OR_RETURN(Job job, read_role(flags, expect_rollout_device));
   if (job.rollout.share_weights == rollout::ShareWeights::kAlways) {
     return absl::InvalidArgumentError("rollout.share_weights: true, expected auto or false: only `slipstream run` has worker and learner in one process");
   }
@@ -95,7 +96,7 @@ absl::Status run_learner(const RoleFlags& flags) {
   const bool root = group.rank() == 0;
   // What only one rank knows of (its config cannot be read, its port is taken) must not leave the others waiting.
   const absl::Status status = [&]() -> absl::Status {
-    ASSIGN_OR_RETURN(Job job, read_role(flags));
+    ASSIGN_OR_RETURN(Job job, read_role(flags, expect_learner_device));
     ASSIGN_OR_RETURN(const Logger log, open_log(job, root ? "learner" : absl::StrCat("learner-", group.rank())));
     Metrics metrics;
     if (root) RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.learner_metrics_address), log));

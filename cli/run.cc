@@ -34,6 +34,8 @@ absl::Status run(const JobFlags& flags) {
   SignalStop signals;
   ASSIGN_OR_RETURN(Job job, read_job(flags));
   ASSIGN_OR_RETURN(const bool shares, shares_weights(job));
+  RETURN_IF_ERROR(expect_rollout_device(job));
+  RETURN_IF_ERROR(expect_learner_device(job));
   RETURN_IF_ERROR(prepare_run(job));
   ASSIGN_OR_RETURN(const Logger gateway_log, open_log(job, "gateway"));
   ASSIGN_OR_RETURN(const Logger rollout_log, open_log(job, "rollout"));

@@ -105,6 +105,8 @@ for role in run gateway rollout learner; do
   expect_error 1 '\-\-set rl: expected section.key=value' "$slipstream" $role -c "$work/job.yaml" --set rl
   expect_error 2 'config' "$slipstream" $role
 done
+for role in run learner; do expect_error 1 'learner.device: cuda:99: ' "$slipstream" $role -c "$work/job.yaml" --set learner.device=cuda:99; done
+for role in run rollout; do expect_error 1 'rollout.device: cuda:99: ' "$slipstream" $role -c "$work/job.yaml" --set rollout.device=cuda:99; done
 [ ! -e "$work/runs" ] && [ ! -e "$work/job-model" ] || fail "a refused job left files: $(ls "$work/runs" "$work/job-model")"
 expect_error 1 'runs/nope: no such directory, expected a run' "$slipstream" report "$work/runs/nope"
 
