@@ -111,6 +111,15 @@ Tensor rms_norm(Step& step, const Tensor& x, const Tensor& w, float eps, Tensor*
   return y;
 }
 
+Tensor rms_norm_of_sum(Step& step, const Tensor& a, const Tensor& b, const Tensor& sum, const Tensor& w, float eps, Tensor* inv_rms) {
+  const Tensor y = step.alloc({a.size(0), a.size(1)});
+  if (inv_rms != nullptr) *inv_rms = step.island({a.size(0)});
+  kernels::launch(kernels::RmsNorm{.x = a, .w = w, .y = y, .inv_rms = inv_rms != nullptr ? *inv_rms : Tensor(), .eps = eps,
+                                   .b = b, .sum = sum},
+                  step.stream);
+  return y;
+}
+
 Tensor rms_norm_backward(Step& step, const Tensor& x, const Tensor& w, const Tensor& inv_rms, const Tensor& dy,
                          const Tensor& dw) {
   const Tensor dx = step.alloc({x.size(0), x.size(1)});

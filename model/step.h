@@ -64,6 +64,8 @@ void add_bias_grad(Step& step, const Tensor& dy, const Tensor& db);
 
 // RMSNorm of the rows of x [T, H]; inv_rms (may be null) receives what the backward needs.
 Tensor rms_norm(Step& step, const Tensor& x, const Tensor& w, float eps, Tensor* inv_rms);
+// The same of a + b, which is stored in `sum`.
+Tensor rms_norm_of_sum(Step& step, const Tensor& a, const Tensor& b, const Tensor& sum, const Tensor& w, float eps, Tensor* inv_rms);
 Tensor rms_norm_backward(Step& step, const Tensor& x, const Tensor& w, const Tensor& inv_rms, const Tensor& dy,
                          const Tensor& dw);
 // a + b, and into = into + b. Rank 2.

@@ -58,6 +58,9 @@ class HeldRow {
       if (column < share.width) runs_[r] = load_four(row + column, share.width - column, share.whole);
     }
   }
+  // Of a row that is yet to be written: keep() its first runs, and the others before at() wants them.
+  __device__ __forceinline__ explicit HeldRow(const X* row) : row_(row) {}
+  __device__ __forceinline__ void keep(int r, float4 values) { runs_[r] = Four<X>(values); }  // values that X holds
   // Run r, a constant, which begins at `column`.
   __device__ __forceinline__ float4 at(int r, int column, const RowShare& share) const {
     return r < kRuns ? runs_[r].values() : load_run(row_ + column, share.width - column, share.whole);

@@ -7,13 +7,30 @@
 namespace slipstream::kernels {
 namespace {
 
-// One block a row.
+// The residual's sum, on its way to memory.
 template <class X, int kRuns>
-__global__ void __launch_bounds__(256) rmsnorm(Rows<const X> xs, const float* w, Rows<X> ys, float* inv_rms, int width, float eps,
-                                               bool whole) {
+__device__ __forceinline__ HeldRow<X, kRuns> sum_row(const X* a, const X* b, X* to, const RowShare& share) {
+  const HeldRow<X, kRuns> u(a, share), v(b, share);
+  HeldRow<X, kRuns> sum(to);
+  for_runs<kRuns>(share, [&](int r, int column) {
+    const float4 p = u.at(r, column, share), q = v.at(r, column, share);
+    const float4 both = {rounded<X>(p.x + q.x), rounded<X>(p.y + q.y), rounded<X>(p.z + q.z), rounded<X>(p.w + q.w)};
+    store_run(to + column, both, share.width - column, share.whole);
+    if (r < kRuns) sum.keep(r, both);
+  });
+  return sum;
+}
+
+// One block a row.
+template <class X, int kRuns, bool kSum>
+__global__ void __launch_bounds__(256) rmsnorm(Rows<const X> xs, Rows<const X> bs, Rows<X> sums, const float* w, Rows<X> ys,
+                                               float* inv_rms, int width, float eps, bool whole) {
   const int64_t row = blockIdx.x;
   const RowShare share = block_share(width, whole);
-  const HeldRow<X, kRuns> x(xs[row], share);
+  const HeldRow<X, kRuns> x = [&] {
+    if constexpr (kSum) return sum_row<X, kRuns>(xs[row], bs[row], sums[row], share);
+    else return HeldRow<X, kRuns>(xs[row], share);
+  }();
   float squares = 0.0f;
   for_runs<kRuns>(share, [&](int r, int column) { squares = add_squares(x.at(r, column, share), squares); });
   const float inv = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(width) + eps);
@@ -145,17 +162,22 @@ template <>
 void launch_cuda<RmsNorm>(const RmsNorm& args, Stream& stream) {
   const int64_t rows = args.x.size(0), width = args.x.size(1);
   if (rows == 0) return;
-  const bool whole = fours(args.x) && fours(args.w) && fours(args.y);
+  const bool sums = !args.b.empty();
+  const bool whole = fours(args.x) && fours(args.w) && fours(args.y) && (!sums || (fours(args.b) && fours(args.sum)));
   with_type(args.x.dtype(), [&](auto x) {
     using X = decltype(x);
     const auto enqueue = [&](auto kernel) {
       kernel<<<static_cast<unsigned>(rows), row_threads(width), 0, cuda_stream(stream)>>>(
-          rows_of<const X>(args.x), data_of<float>(args.w), rows_of<X>(args.y), data_of<float>(args.inv_rms),
-          static_cast<int>(width), args.eps, whole);
+          rows_of<const X>(args.x), rows_of<const X>(args.b), rows_of<X>(args.sum), data_of<float>(args.w), rows_of<X>(args.y),
+          data_of<float>(args.inv_rms), static_cast<int>(width), args.eps, whole);
     };
     // What is held beyond the row would cost registers alone.
     const int64_t runs = divide_up(width, 4 * row_threads(width));
-    runs <= 1 ? enqueue(rmsnorm<X, 1>) : runs <= 4 ? enqueue(rmsnorm<X, 4>) : enqueue(rmsnorm<X, 6>);
+    if (sums) {
+      runs <= 1 ? enqueue(rmsnorm<X, 1, true>) : runs <= 4 ? enqueue(rmsnorm<X, 4, true>) : enqueue(rmsnorm<X, 6, true>);
+    } else {
+      runs <= 1 ? enqueue(rmsnorm<X, 1, false>) : runs <= 4 ? enqueue(rmsnorm<X, 4, false>) : enqueue(rmsnorm<X, 6, false>);
+    }
   });
   check_launch("rmsnorm");
 }

@@ -1,4 +1,5 @@
-// RMSNorm: y = w * x / sqrt(mean(x^2) + eps), in fp32. Zhang & Sennrich 2019, arXiv:1910.07467.
+// RMSNorm: y = w * x / sqrt(mean(x^2) + eps), in fp32. Zhang & Sennrich 2019, arXiv:1910.07467. In the same pass it takes the sum
+// of a residual and a sublayer's output, as Add (kernels/add) has it, bit for bit.
 #pragma once
 
 #include "kernels/stream.h"
@@ -13,6 +14,9 @@ struct RmsNorm {
   Tensor y;        // out  [T, H] f32; may be x itself
   Tensor inv_rms;  // out  [T] f32, 1 / sqrt(mean(x^2) + eps), for the backward; may be absent
   float eps;       // added to the mean square; > 0
+  // Both or neither: x + b is stored, rounded to its dtype, and normed instead of x.
+  Tensor b = {};    // in   [T, H] f32
+  Tensor sum = {};  // out  [T, H] f32; may be x or b, not y
 };
 
 // With r = inv_rms and n = x r:  dx = r (w dy - n mean(w dy n)),  dw += sum_t dy n.

@@ -1,9 +1,10 @@
 // Goal: on CUDA launch() is reference() within tolerance, for empty, odd, strided and real shapes in f32 and bf16; a row
-// ignores its neighbours, bit for bit.
+// ignores its neighbours, bit for bit; a residual's sum on the way has the bits of Add and changes none of the norm's.
 #include "kernels/rmsnorm/rmsnorm.h"
 
 #include <utility>
 
+#include "kernels/add/add.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
@@ -43,6 +44,31 @@ TEST_P(RmsNormCudaTest, EqualsReference) {
   reference(expected_backward);
   testing::expect_close(backward.dx, expected_backward.dx);
   if (weighted) testing::expect_close(backward.dw, expected_backward.dw);
+  device.expect_fences_intact();
+}
+
+TEST_P(RmsNormCudaTest, SumOnTheWay) {
+  const auto [dtype, tokens, hidden, weighted] = GetParam();
+  TensorPool host(5);
+  CudaPool device;
+  const Tensor a = device.copy(testing::random_as(host, dtype, {tokens, hidden + 3}), dtype).slice(1, 1, hidden + 1);
+  const Tensor aligned = device.copy(testing::random_as(host, dtype, {tokens, hidden}), dtype);
+  const Tensor w = device.copy(weighted ? host.random(DType::kF32, {hidden}) : Tensor());
+  const auto output = [&, dtype = dtype, tokens = tokens, hidden = hidden] { return device.output(dtype, {tokens, hidden}); };
+  for (const Tensor& x : {a, aligned}) {
+    const Tensor b = device.copy(testing::random_as(host, dtype, {tokens, hidden}), dtype);
+    const Tensor sum = output(), y = output(), inv_rms = device.output(DType::kF32, {tokens});
+    launch(Add{.a = x, .b = b, .y = sum}, cuda_stream());
+    launch(RmsNorm{.x = sum, .w = w, .y = y, .inv_rms = inv_rms, .eps = 1e-5f}, cuda_stream());
+    for (const bool in_place : {false, true}) {
+      const RmsNorm both{.x = x, .w = w, .y = output(), .inv_rms = device.output(DType::kF32, {tokens}), .eps = 1e-5f,
+                         .b = b, .sum = in_place ? b : output()};
+      launch(both, cuda_stream());
+      testing::expect_same_bits_on_device(both.sum, sum);
+      testing::expect_same_bits_on_device(both.y, y);
+      testing::expect_same_bits_on_device(both.inv_rms, inv_rms);
+    }
+  }
   device.expect_fences_intact();
 }
 

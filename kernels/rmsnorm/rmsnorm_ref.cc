@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "kernels/add/add.h"
 #include "kernels/rmsnorm/rmsnorm.h"
 #include "kernels/validate.h"
 
@@ -12,6 +13,11 @@ absl::Status validate(const RmsNorm& args) {
   if (!args.w.empty()) RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {hidden}));
   RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, hidden}));
   if (!args.inv_rms.empty()) RETURN_IF_ERROR(expect_tensor(op, "inv_rms", args.inv_rms, DType::kF32, {tokens}));
+  if (!args.b.empty() || !args.sum.empty()) {
+    RETURN_IF_ERROR(expect_activation(op, "b", args.b, {tokens, hidden}));
+    RETURN_IF_ERROR(expect_activation(op, "sum", args.sum, {tokens, hidden}));
+    RETURN_IF_ERROR(expect_that(op, args.sum.raw() != args.y.raw() || tokens * hidden == 0, "sum must not be y"));
+  }
   return expect_that(op, args.eps > 0.0f, "eps must be > 0");
 }
 
@@ -29,6 +35,13 @@ absl::Status validate(const RmsNormBackward& args) {
 
 void reference(const RmsNorm& args) {
   CHECK_OK(validate(args));
+  if (!args.b.empty()) {
+    reference(Add{.a = args.x, .b = args.b, .y = args.sum});
+    RmsNorm rest = args;
+    rest.x = args.sum;
+    rest.b = rest.sum = {};
+    return reference(rest);
+  }
   const int64_t hidden = args.x.size(1);
   for (int64_t t = 0; t < args.x.size(0); ++t) {
     const float* x = args.x.row(t);

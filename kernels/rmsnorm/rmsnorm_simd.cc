@@ -20,6 +20,12 @@ void rmsnorm_rows(const RmsNorm& args, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const float* x = args.x.row(t);
     float* y = args.y.row(t);
+    if (!args.b.empty()) {
+      const float* const b = args.b.row(t);
+      float* const sum = args.sum.row(t);
+      for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR { chunk.store(add(chunk.load(x + i), chunk.load(b + i)), sum + i); });
+      x = sum;
+    }
     Lanes squares = zero_lanes();
     for_lanes(hidden, [&](int64_t i, auto chunk) HWY_ATTR {
       const Lanes v = chunk.load(x + i);

@@ -1,6 +1,8 @@
 // Goal: launch() equals reference() for empty, odd, strided and unaligned shapes; a row ignores its neighbours,
-// bit for bit; the backward agrees with finite differences; bad arguments are refused by name.
+// bit for bit; a residual's sum on the way has the bits of Add and changes none of the norm's; the backward agrees with finite differences; bad arguments are refused by name.
 #include "kernels/rmsnorm/rmsnorm.h"
+
+#include "kernels/add/add.h"
 
 #include "kernels/testing/op_test.h"
 
@@ -60,6 +62,26 @@ TEST(RmsNormTest, RowIgnoresItsNeighbours) {
   }
 }
 
+TEST_P(RmsNormTest, SumOnTheWay) {
+  const auto [tokens, hidden, weighted] = GetParam();
+  TensorPool pool(5);
+  const Tensor a = pool.random(DType::kF32, {tokens, hidden + 3}).slice(1, 1, hidden + 1), b = pool.random(DType::kF32, {tokens, hidden});
+  const Tensor w = weighted ? pool.random(DType::kF32, {hidden}) : Tensor();
+  const Tensor sum = pool.output(DType::kF32, {tokens, hidden}), y = pool.output(DType::kF32, {tokens, hidden});
+  const Tensor inv_rms = pool.output(DType::kF32, {tokens});
+  launch(Add{.a = a, .b = b, .y = sum}, test_stream());
+  launch(RmsNorm{.x = sum, .w = w, .y = y, .inv_rms = inv_rms, .eps = 1e-5f}, test_stream());
+  for (const bool in_place : {false, true}) {
+    const RmsNorm both{.x = a, .w = w, .y = pool.output(DType::kF32, {tokens, hidden}), .inv_rms = pool.output(DType::kF32, {tokens}),
+                       .eps = 1e-5f, .b = b, .sum = in_place ? b : pool.output(DType::kF32, {tokens, hidden})};
+    launch(both, test_stream());
+    testing::expect_same_bits(both.sum, sum);
+    testing::expect_same_bits(both.y, y);
+    testing::expect_same_bits(both.inv_rms, inv_rms);
+  }
+  pool.expect_fences_intact();
+}
+
 TEST(RmsNormTest, BackwardIsTheDerivative) {
   TensorPool pool(3);
   const Tensor x = pool.random(DType::kF32, {3, 19});
@@ -84,6 +106,12 @@ TEST(RmsNormTest, RefusesByName) {
   const RmsNorm args{.x = pool.random(DType::kF32, {2, 8}), .w = pool.random(DType::kF32, {7}),
                      .y = pool.output(DType::kF32, {2, 8}), .inv_rms = {}, .eps = 1e-5f};
   EXPECT_EQ(validate(args).message(), "rmsnorm: w: f32 [7], expected f32 [8]");
+  RmsNorm sum = args;
+  sum.w = {};
+  sum.b = pool.random(DType::kF32, {2, 8});
+  EXPECT_EQ(validate(sum).message(), "rmsnorm: sum: absent, expected f32 [2, 8]");
+  sum.sum = sum.y;
+  EXPECT_EQ(validate(sum).message(), "rmsnorm: sum must not be y");
 }
 
 }  // namespace

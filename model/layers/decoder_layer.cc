@@ -55,6 +55,16 @@ void DecoderLayer::leave(const SublayerSaved& s, const Tensor& y, const Tensor& 
                   step.stream);
 }
 
+Tensor DecoderLayer::pass(const SublayerSaved& from, const Tensor& y, const Tensor& between, const HyperWeights& hyper,
+                          const Tensor& norm, SublayerSaved& to, bool keep, Step& step) const {
+  if (hyper_) {
+    leave(from, y, between, step);
+    return enter(hyper, norm, between, to, keep, step);
+  }
+  to.streams = to.u = between;
+  return rms_norm_of_sum(step, from.streams, y, between, norm, norm_eps_, keep ? &to.u_inv : nullptr);
+}
+
 // The gradient of y; dstate receives the share of the residual path.
 Tensor DecoderLayer::leave_backward(const SublayerSaved& s, const Tensor& dout, const Tensor& dstate, Tensor* dpost,
                                     Tensor* dcomb, Step& step) const {
@@ -112,10 +122,9 @@ void DecoderLayer::forward(const LayerWeights& w, const Tensor& state, const Ten
     }
     if (gqa_) s.attention.y = gqa_->forward(w.gqa, x, cache, keep ? &s.gqa : nullptr, step);
     if (kda_) s.attention.y = kda_->forward(w.kda, x, cache, keep ? &s.kda : nullptr, step);
-    leave(s.attention, s.attention.y, middle, step);
   }
   const kernels::Range range(moe_ ? "moe" : "mlp");
-  const Tensor x = enter(w.mlp_hyper, w.post_norm, middle, s.mlp, keep, step);
+  const Tensor x = pass(s.attention, s.attention.y, middle, w.mlp_hyper, w.post_norm, s.mlp, keep, step);
   s.mlp.y = moe_ ? moe_->forward(w.moe, x, replay.experts, chosen_experts, keep ? &s.moe : nullptr, step)
                  : dense_->forward(w.mlp, x, keep ? &s.dense : nullptr, step);
   leave(s.mlp, s.mlp.y, out, step);

@@ -55,6 +55,9 @@ class DecoderLayer {
   Tensor enter(const HyperWeights& hyper, const Tensor& norm, const Tensor& state, SublayerSaved& s, bool keep,
                Step& step) const;
   void leave(const SublayerSaved& s, const Tensor& y, const Tensor& out, Step& step) const;
+  // leave() the one and enter() the other, without streams in one pass; `between` receives the state.
+  Tensor pass(const SublayerSaved& from, const Tensor& y, const Tensor& between, const HyperWeights& hyper, const Tensor& norm,
+              SublayerSaved& to, bool keep, Step& step) const;
   Tensor leave_backward(const SublayerSaved& s, const Tensor& dout, const Tensor& dstate, Tensor* dpost, Tensor* dcomb,
                         Step& step) const;
   void enter_backward(const HyperWeights& hyper, const Tensor& norm, const SublayerSaved& s, const Tensor& dh,
