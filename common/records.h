@@ -1,31 +1,29 @@
-// Records in an append-only file: [u32 length][u32 crc32c][body], little-endian. The CRC covers length and body.
+// Records in an append-only file: [u32 length][u32 crc32c][u8 type, payload], little-endian. length counts type and payload, the
+// CRC covers length, type and payload.
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
-#include <optional>
 #include <string>
 #include <string_view>
 
 namespace slipstream {
 
 constexpr int64_t kRecordHeaderBytes = 8;
-constexpr int64_t kRecordBytesMax = int64_t{1} << 30;  // of a body: protobuf's own limit is 2 GiB
+constexpr int64_t kRecordBytesMax = int64_t{1} << 30;  // of type and payload: protobuf's own limit is 2 GiB
 
-// A body in parts: 1 to kRecordBytesMax bytes together.
-void append_record(std::initializer_list<std::string_view> body, std::string* out);
-// Of a header.
+void append_record(uint8_t type, std::string_view payload, std::string* out);
+// Of the record that a header begins.
 int64_t record_length(std::string_view header);
 
-// The body of the record at `offset`, or what is wrong with it.
+// The record at `offset`, or what is wrong with it.
 struct FramedRecord {
-  std::string_view body;
+  uint8_t type = 0;
+  std::string_view payload;
   std::string problem;
-};
-FramedRecord parse_record(std::string_view data, int64_t offset);
 
-// Whether an intact record starts anywhere from `offset` on: what lies before it is then damaged, not merely cut short. Gives up
-// (nullopt) after reading 8 GiB for checksums: bytes that look like headers of long records are rare but cost a pass each.
-std::optional<bool> has_record_after(std::string_view data, int64_t offset);
+  int64_t bytes() const { return kRecordHeaderBytes + 1 + static_cast<int64_t>(payload.size()); }
+};
+// Types are 1 to last_type.
+FramedRecord parse_record(std::string_view data, int64_t offset, uint8_t last_type);
 
 }  // namespace slipstream

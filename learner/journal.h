@@ -2,8 +2,8 @@
 // bits, so a policy version is durable once its batches are: at the size of what was learnt from, not of the model. (A
 // write-ahead log, as databases have it.)
 //
-//   <checkpoint>/journal.log   records (common/records.h) of a type, u8, and a payload: a head, then for each policy version the
-//                              batches of its steps and the state after them
+//   <checkpoint>/journal.log   records (common/records.h): a head, then for each policy version the batches of its steps and the
+//                              state after them
 #pragma once
 
 #include <map>
@@ -26,7 +26,7 @@ class Journal {
   // An empty one, whose name is durable when this returns.
   static absl::StatusOr<Journal> create(const std::string& checkpoint, const JournalSettings& settings);
 
-  // A step's v1.JournalBatch, serialised, less than kRecordBytesMax bytes (common/records.h); kept in memory.
+  // A step's v1.JournalBatch, serialised, less than kRecordBytesMax bytes; kept in memory.
   void add(std::string_view batch);
   // learner.json after the steps added since the last version. Durable, with them, when this returns OK; after an error nothing
   // may follow.
@@ -47,14 +47,17 @@ struct JournalContents {
   };
   model::MappedFile file;
   JournalSettings settings;
-  std::vector<Version> versions;  // whole ones: what follows was not written to the end, and nobody was told of it
+  std::vector<Version> versions;  // whole ones
+  std::string left_out;           // file, offset and what is wrong there; empty: nothing follows the versions
 };
-// nullopt: there is no version in it, or no journal. DataLoss: damaged, names file and offset.
-absl::StatusOr<std::optional<JournalContents>> read_journal(const std::string& checkpoint);
+// Empty when there is no journal. What follows the last whole version is left out: a killed process or machine was writing it and
+// told nobody of it. If it was damaged since, the gateway knows of later versions and refuses the older state. Errors: the file
+// cannot be read.
+absl::StatusOr<JournalContents> read_journal(const std::string& checkpoint);
 void remove_journal(const std::string& checkpoint);
 std::string journal_path(const std::string& checkpoint);
 
-// OK, or InvalidArgument that names the setting, both values and what to do.
+// OK, or InvalidArgument that names the setting and both values.
 absl::Status expect_same_settings(const JournalSettings& journal, const JournalSettings& mine, const std::string& checkpoint);
 
 }  // namespace slipstream::learner

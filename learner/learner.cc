@@ -93,7 +93,8 @@ absl::Status Learner::start() {
   ASSIGN_OR_RETURN(source_, Source::connect({.address = config_.gateway_address,
                                              .reply_timeout_ms = config_.reply_timeout_ms,
                                              .gateway_timeout_ms = config_.gateway_timeout_ms,
-                                             .batch_timeout_ms = config_.batch_timeout_ms},
+                                             .batch_timeout_ms = config_.batch_timeout_ms,
+                                             .while_waiting = [this] { return hand_out_late(); }},
                                             log_));
   // In the middle of a warm-up the weights are no published version: workers have version 0 from model.path.
   if (exactly_published_) RETURN_IF_ERROR(hand_out());
@@ -148,6 +149,10 @@ absl::Status Learner::run_root(std::stop_token stop, const Observers& observers)
     observers.scalars(files_->restored().step, scalars_of(files_->restored()));
   }
   forget_consumed();  // this incarnation is new: the Hello was read, its last commit with it
+  if (checkpoint_step_ != state_.step) {  // repeated once: the next life need not, and may have other settings
+    double unused = 0.0;
+    RETURN_IF_ERROR(save_checkpoint(&unused));
+  }
   while (!finished()) {
     const absl::Status status = one_step(stop, observers);
     if (absl::IsCancelled(status) && stop.stop_requested()) return stop_here();

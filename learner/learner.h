@@ -103,7 +103,7 @@ class Learner {
   void tell_end(const absl::Status& status);
   absl::Status repeat_versions(const std::string& dir);
   absl::Status repeat_version(const JournalContents::Version& version, const std::string& dir, bool* same);
-  absl::Status unless_close(const absl::Status& differs);  // what learner.repeat makes of it
+  absl::Status unless_close(const absl::Status& differs, const char* expected);
   JournalSettings journal_settings() const;
   absl::Status one_step(std::stop_token stop, const Observers& observers);
   void note(const v1::JournalBatch& message);
@@ -116,6 +116,7 @@ class Learner {
   bool checkpoint_is_due() const;
   LearnerState durable_state();
   absl::Status hand_out();
+  absl::Status hand_out_late();
   absl::Status save_checkpoint(double* seconds);
   absl::Status end_version_in_journal(double* seconds);
   absl::Status send_commit(std::stop_token stop, v1::CommitReply* reply);
@@ -135,7 +136,8 @@ class Learner {
   std::unique_ptr<kernels::Stream> stream_;         // on the CPU
   std::unique_ptr<kernels::Stream> device_stream_;  // on a GPU, when the model runs there
   std::optional<PolicyWeights> weights_;
-  Rewrite rewrite_;  // when somebody else reads the weights too
+  Rewrite rewrite_;        // when somebody else reads the weights too
+  bool withheld_ = false;  // the newest version is not to be had from publisher_
   std::unique_ptr<Trainer> trainer_;
   Checkpoints checkpoints_;
   Publisher publisher_;

@@ -10,6 +10,7 @@
 #include "learner/learner.h"
 #include "learner/timer.h"
 #include "model/weights.h"
+#include "nlohmann/json.hpp"
 
 namespace slipstream::learner {
 namespace {
@@ -84,7 +85,8 @@ absl::Status Learner::restore(std::string* dir) {
 JournalSettings Learner::journal_settings() const {
   const LossConfig& loss = config_.loss;
   const AdamWConfig& adam = config_.optimizer;
-  const auto exact = [](double value) { return absl::StrFormat("%.17g", value); };
+  const auto exact = [](double value) { return nlohmann::json(value).dump(); };  // the shortest that reads back as it is
+  const char* const normalizers[] = {"tokens", "sequence", "constant"};
   return {{"model.dtype", kernels::name_of(config_.model.dtype)},
           {"learner.device", config_.model.device == kernels::Device{} ? "cpu" : "cuda"},
           {"ranks", absl::StrCat(group_.size())},
@@ -92,7 +94,7 @@ JournalSettings Learner::journal_settings() const {
           {"learner.loss.clip_low", exact(loss.options.clip_low)},
           {"learner.loss.clip_high", exact(loss.options.clip_high)},
           {"learner.loss.icepop_beta", exact(loss.options.icepop_beta)},
-          {"learner.loss.normalizer", absl::StrCat(static_cast<int>(loss.normalizer))},
+          {"learner.loss.normalizer", normalizers[static_cast<int>(loss.normalizer)]},
           {"learner.loss.normalizer_constant", exact(loss.normalizer_constant)},
           {"learner.loss.entropy_bonus", exact(loss.entropy_bonus)},
           {"learner.advantage_std", config_.advantage_std ? "true" : "false"},
@@ -115,25 +117,30 @@ absl::Status Learner::repeat_journal(const std::string& dir) {
 }
 
 absl::Status Learner::repeat_versions(const std::string& dir) {
-  ASSIGN_OR_RETURN(const std::optional<JournalContents> journal, read_journal(dir));
-  if (!journal) return absl::OkStatus();
-  RETURN_IF_ERROR(unless_close(expect_same_settings(journal->settings, journal_settings(), dir)));
-  double seconds = 0.0;
+  ASSIGN_OR_RETURN(const JournalContents journal, read_journal(dir));
+  if (!journal.left_out.empty()) log_->warn("{}", journal.left_out);
+  if (journal.versions.empty()) return absl::OkStatus();
+  RETURN_IF_ERROR(unless_close(expect_same_settings(journal.settings, journal_settings(), dir),
+                               "that value for now: start the run with it, stop it once it trains (SIGTERM or Ctrl-C), then change it"));
+  log_->info("repeating the steps of {} versions in {}", journal.versions.size(), journal_path(dir));
+  const double begin = steady_seconds();
   const int64_t first = state_.step;
-  {
-    const Timer timer(&seconds);
-    bool same = true;
-    for (const JournalContents::Version& version : journal->versions) RETURN_IF_ERROR(repeat_version(version, dir, &same));
-  }
-  log_->info("repeated {} steps from {} in {:.1f} s: step {}, policy version {}", state_.step - first, journal_path(dir), seconds,
-             state_.step, state_.policy_version);
+  bool same = true;
+  for (const JournalContents::Version& version : journal.versions) RETURN_IF_ERROR(repeat_version(version, dir, &same));
+  consumed_.clear();
+  log_->info("repeated {} steps in {:.1f} s: step {}, policy version {}", state_.step - first, steady_seconds() - begin, state_.step,
+             state_.policy_version);
   return absl::OkStatus();
 }
 
-absl::Status Learner::unless_close(const absl::Status& differs) {
-  if (differs.ok() || config_.repeat_exactly) return differs;
-  log_->warn("{}", std::string(differs.message()));
-  return absl::OkStatus();
+// What learner.repeat makes of a difference.
+absl::Status Learner::unless_close(const absl::Status& differs, const char* expected) {
+  if (differs.ok()) return differs;
+  if (!config_.repeat_exactly) {
+    log_->warn("{}; learner.repeat: close goes on", std::string(differs.message()));
+    return absl::OkStatus();
+  }
+  return absl::Status(differs.code(), absl::StrCat(differs.message(), "; expected ", expected, "; or learner.repeat: close"));
 }
 
 // same: so far all results were as recorded.
@@ -160,9 +167,9 @@ absl::Status Learner::repeat_version(const JournalContents::Version& version, co
   if (*same && !(equal(result.gradient.loss, recorded.report.loss) && equal(result.grad_norm, recorded.report.grad_norm))) {
     *same = false;
     RETURN_IF_ERROR(unless_close(absl::FailedPreconditionError(absl::StrFormat(
-        "%s: step %d repeated: loss %.9g, gradient norm %.9g, expected %.9g, %.9g as it was trained; expected the same program and kind of "
-        "processor, or learner.repeat: close",
-        path, recorded.step, result.gradient.loss, result.grad_norm, recorded.report.loss, recorded.report.grad_norm))));
+        "%s: step %d repeated: loss %.9g, gradient norm %.9g, and %.9g, %.9g as it was trained", path, recorded.step,
+        result.gradient.loss, result.grad_norm, recorded.report.loss, recorded.report.grad_norm)),
+                                 "the same program and kind of processor"));
   }
   state_ = recorded;  // with the clock, the reports and what the gateway was not told
   return absl::OkStatus();
@@ -211,12 +218,18 @@ absl::Status Learner::end_version_in_journal(double* seconds) {
 
 // A copy for those who fetch it; none while there are only engines that read the learner's own weights.
 absl::Status Learner::hand_out() {
-  if (rewrite_ && !publisher_.asked()) {
+  withheld_ = rewrite_ != nullptr && !publisher_.asked();
+  if (withheld_) {
     publisher_.withhold();
     return absl::OkStatus();
   }
   weights_->fetch(compute());
   return publisher_.publish(state_.policy_version, weights_->master(), *stream_);
+}
+
+// Somebody who came when the version had been withheld, and may have been given episodes that need it.
+absl::Status Learner::hand_out_late() {
+  return withheld_ && exactly_published_ && publisher_.waiting() > 0 ? hand_out() : absl::OkStatus();
 }
 
 // A new policy version: durable first, then handed out.

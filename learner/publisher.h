@@ -31,7 +31,8 @@ class Publisher {
   // the copy.
   absl::Status publish(int32_t policy_version, const model::LoadedWeights& master, kernels::Stream& stream);
 
-  // Whether anybody ever waited. Until then versions may be withheld instead, at no cost: who comes waits for the next one.
+  // Whether anybody ever waited. Until then versions may be withheld instead, without a copy: who comes then waits for one that is
+  // published after all.
   bool asked() const;
   void withhold();
 

@@ -146,9 +146,12 @@ absl::Status Source::exchange(const v1::LearnerMessage& request, const std::stri
       }
       if (take(answer)) return absl::OkStatus();
     }
-    socket_->wait(stopped.fd(),
-                  std::chrono::duration_cast<Milliseconds>(std::min(deadline, resend) - Clock::now()) +
-                      Milliseconds(1));
+    Clock::time_point until = std::min(deadline, resend);
+    if (options_.while_waiting) {
+      RETURN_IF_ERROR(options_.while_waiting());
+      until = std::min(until, Clock::now() + Milliseconds(100));
+    }
+    socket_->wait(stopped.fd(), std::chrono::duration_cast<Milliseconds>(until - Clock::now()) + Milliseconds(1));
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stop_token>
 #include <string>
@@ -20,6 +21,8 @@ struct SourceOptions {
   int reply_timeout_ms = 2'000;      // a request without an answer for this long is sent again
   int gateway_timeout_ms = 600'000;  // Hello and Commit give up
   int batch_timeout_ms = 3'600'000;  // a BatchRequest gives up: episodes may take their time
+  // Called every 100 ms while an answer is awaited, on the same thread; may be empty. Its error ends the request.
+  std::function<absl::Status()> while_waiting = nullptr;
 };
 
 // Every request is repeated until its answer comes: the gateway may restart, and messages may be lost,
