@@ -58,7 +58,10 @@ step() {
     summary="$summary quantities within their limits, $(grep -cE '^FAIL' "$logs/$name.log" || true) not"
   fi
   printf '%-32s %-5s %4d s  %s\n' "$name" "$result" $((SECONDS - begin)) "$summary"
-  if [ "$result" = FAIL ]; then failed=1; fi
+  if [ "$result" = FAIL ]; then
+    failed=1
+    echo "  $logs/$name.log: $(tail -1 "$logs/$name.log")"
+  fi
 }
 
 # Steps whose time is of no interest run side by side; finish waits for them.
@@ -158,6 +161,10 @@ here=$(cd "$(dirname "$0")" && pwd)
 case ${1:-} in
   bundle) bundle "${2:?bench/gpu.sh bundle: expected DIR}" ;;
   run | jobs | operators | slices | sanitize)
+    if [ ! -e "$here/slipstream" ]; then
+      echo "gpu.sh $1: no binaries beside $0; expected a bundle: bench/gpu.sh bundle DIR, then DIR/gpu.sh $1" >&2
+      exit 2
+    fi
     logs=${LOGS:-$here/logs}
     mkdir -p "$logs"
     export LD_LIBRARY_PATH="$here/lib:${LD_LIBRARY_PATH:-}"

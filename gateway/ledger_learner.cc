@@ -79,7 +79,7 @@ absl::Status Ledger::check_hello(const v1::Hello& hello) const {
   if (hello.committed_step() < committed_step_) {
     return absl::FailedPreconditionError(absl::StrCat(
         "stale checkpoint: the learner starts from step ", hello.committed_step(), ", but step ", committed_step_,
-        " is committed and its trajectories are gone; put the newest checkpoint back into ", config_.job.run_directory(),
+        " is committed and its trajectories are gone; put the newest checkpoint and its journal back into ", config_.job.run_directory(),
         "/checkpoints, or begin anew in another directory"));
   }
   return check_log(hello);
@@ -90,7 +90,7 @@ absl::Status Ledger::check_log(const v1::Hello& hello) const {
   const auto refuse = [&](auto&&... text) {
     return absl::DataLossError(absl::StrCat("the checkpoint of step ", hello.committed_step(), " does not belong to the log ",
                                             log_directory(), ", ", text..., ": rollout ids would be given out again; "
-                                            "put the log back, or remove both and begin anew"));
+                                            "put the log back in place of the one there now, or remove both and begin anew"));
   };
   if (!hello.log_id().empty() && hello.log_id() != log_id_) {
     return refuse("whose id is ", log_id_, " instead of ", hello.log_id());

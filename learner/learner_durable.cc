@@ -122,7 +122,8 @@ absl::Status Learner::repeat_versions(const std::string& dir) {
   if (journal.versions.empty()) return absl::OkStatus();
   RETURN_IF_ERROR(unless_close(expect_same_settings(journal.settings, journal_settings(), dir),
                                "that value for now: start the run with it, stop it once it trains (SIGTERM or Ctrl-C), then change it"));
-  log_->info("repeating the steps of {} versions in {}", journal.versions.size(), journal_path(dir));
+  // On the console too, as it may take a while.
+  log_->warn("the run was killed; training the steps of {} versions in {} again", journal.versions.size(), journal_path(dir));
   const double begin = steady_seconds();
   const int64_t first = state_.step;
   bool same = true;
