@@ -101,7 +101,7 @@ absl::Status run_learner(const RoleFlags& flags) {
     Metrics metrics;
     if (root) RETURN_IF_ERROR(serve_metrics(metrics, flags.metrics_address.value_or(job.learner_metrics_address), log));
     ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
-                     learner::Learner::create(job.learner, job.shared, group, metrics, log));
+                     learner::Learner::create(job.learner, job.shared, group, metrics, log, signals.token()));
     if (root) {
       std::printf("learner: %d rank(s), weights at %s\n", group.size(), learner->weights_address().c_str());
       std::fflush(stdout);  // a file gets it before the first step too

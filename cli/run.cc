@@ -49,7 +49,8 @@ absl::Status run(const JobFlags& flags) {
                                            {.on_failure = fail, .environments_must_start = true}));
   job.learner.gateway_address = gateway->learner_endpoint();
   ASSIGN_OR_RETURN(const std::unique_ptr<learner::Learner> learner,
-                   learner::Learner::create(job.learner, job.shared, parallel::self_group(), metrics, learner_log));
+                   learner::Learner::create(job.learner, job.shared, parallel::self_group(), metrics, learner_log,
+                                            signals.token()));
   job.rollout.gateway_address = gateway->address();
   job.rollout.learner_address = learner->weights_address();
   std::optional<rollout::Worker::Policy> policy;

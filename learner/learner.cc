@@ -43,9 +43,9 @@ double demonstration_probability(const TrainingBatch& batch, const GradientResul
 
 absl::StatusOr<std::unique_ptr<Learner>> Learner::create(const LearnerConfig& config, const JobConfig& job,
                                                          parallel::Group& group, Metrics& metrics,
-                                                         Logger log) {
+                                                         Logger log, std::stop_token stop) {
   auto learner = std::unique_ptr<Learner>(new Learner(config, job, group, metrics, std::move(log)));
-  const absl::Status started = learner->start();
+  const absl::Status started = learner->start(stop);
   RETURN_IF_ERROR(learner->agree(started, "starting"));
   return learner;
 }
@@ -74,7 +74,7 @@ absl::Status Learner::agree(const absl::Status& mine, const char* what) {
   return mine;
 }
 
-absl::Status Learner::start() {
+absl::Status Learner::start(std::stop_token stop) {
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   ASSIGN_OR_RETURN(stream_, kernels::Stream::create_cpu(config_.threads > 0 ? config_.threads : cores));
   if (config_.model.device != kernels::Device{}) {
@@ -84,7 +84,7 @@ absl::Status Learner::start() {
   std::string dir;
   RETURN_IF_ERROR(agree(restore(&dir), "restoring"));
   checkpoint_step_ = state_.step;
-  RETURN_IF_ERROR(agree(repeat_journal(dir), "repeating steps"));
+  RETURN_IF_ERROR(agree(repeat_journal(dir, stop), "repeating steps"));
   if (state_.weights_id.empty()) state_.weights_id = absl::StrCat(job_.run_id, "-", absl::Hex(std::random_device{}()));
   exactly_published_ = state_.phase == Phase::kRl || state_.step == 0;
   durable_step_ = state_.step;

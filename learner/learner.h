@@ -50,9 +50,10 @@ class Learner {
  public:
   // Loads the newest checkpoint of the run, or model.path, and serves its weights. Errors name the file, the
   // config field or the address; the error of one rank ends all. group, metrics and log outlive the learner.
+  // stop (rank 0's): ends the training of a journal's steps (Cancelled).
   static absl::StatusOr<std::unique_ptr<Learner>> create(const LearnerConfig& config, const JobConfig& job,
                                                          parallel::Group& group, Metrics& metrics,
-                                                         Logger log);
+                                                         Logger log, std::stop_token stop = {});
   ~Learner();
 
   // Trains until learner.steps are done (OK) or stop is requested (Cancelled; trained steps are made durable
@@ -80,9 +81,9 @@ class Learner {
   // The first byte of what rank 0 tells the others; payload follows: a v1.JournalBatch, or the status of the end.
   enum class Command : char { kBatch = 'B', kPublished = 'P', kCommitted = 'C', kEnd = 'E' };
 
-  absl::Status start();
+  absl::Status start(std::stop_token stop);
   absl::Status restore(std::string* dir);
-  absl::Status repeat_journal(const std::string& dir);
+  absl::Status repeat_journal(const std::string& dir, std::stop_token stop);
   absl::Status agree(const absl::Status& mine, const char* what);
   kernels::Stream& compute() { return device_stream_ != nullptr ? *device_stream_ : *stream_; }
   void rewrite_shared_weights();
@@ -101,7 +102,7 @@ class Learner {
   // Rank 0.
   void tell(Command command, std::string_view payload = "");
   void tell_end(const absl::Status& status);
-  absl::Status repeat_versions(const std::string& dir);
+  absl::Status repeat_versions(const std::string& dir, std::stop_token stop);
   absl::Status repeat_version(const JournalContents::Version& version, const std::string& dir, bool* same);
   absl::Status unless_close(const absl::Status& differs, const char* expected);
   JournalSettings journal_settings() const;

@@ -108,15 +108,15 @@ JournalSettings Learner::journal_settings() const {
 }
 
 // The steps after the checkpoint, up to the newest version that was published. Rank 0 reads them; the others follow.
-absl::Status Learner::repeat_journal(const std::string& dir) {
+absl::Status Learner::repeat_journal(const std::string& dir, std::stop_token stop) {
   if (dir.empty()) return absl::OkStatus();
   if (!is_root()) return follow();
-  const absl::Status status = repeat_versions(dir);
+  const absl::Status status = repeat_versions(dir, stop);
   tell_end(status);
   return status;
 }
 
-absl::Status Learner::repeat_versions(const std::string& dir) {
+absl::Status Learner::repeat_versions(const std::string& dir, std::stop_token stop) {
   ASSIGN_OR_RETURN(const JournalContents journal, read_journal(dir));
   if (!journal.left_out.empty()) log_->warn("{}", journal.left_out);
   if (journal.versions.empty()) return absl::OkStatus();
@@ -127,7 +127,12 @@ absl::Status Learner::repeat_versions(const std::string& dir) {
   const double begin = steady_seconds();
   const int64_t first = state_.step;
   bool same = true;
-  for (const JournalContents::Version& version : journal.versions) RETURN_IF_ERROR(repeat_version(version, dir, &same));
+  for (const JournalContents::Version& version : journal.versions) {
+    if (stop.stop_requested()) {
+      return absl::CancelledError("interrupted while a killed run's steps were trained again; the same command does so from the beginning");
+    }
+    RETURN_IF_ERROR(repeat_version(version, dir, &same));
+  }
   consumed_.clear();
   log_->info("repeated {} steps in {:.1f} s: step {}, policy version {}", state_.step - first, steady_seconds() - begin, state_.step,
              state_.policy_version);

@@ -465,6 +465,11 @@ class JournalTest : public LearnerTest {
 
 TEST_F(JournalTest, VersionsComeBackWithoutCheckpoints) {
   ASSERT_EQ(fs::read_symlink(job.run_directory() + "/checkpoints/latest"), "step_00000005");
+  std::stop_source stop;
+  stop.request_stop();
+  const absl::Status stopped =
+      Learner::create(config, job, parallel::self_group(), metrics, quiet_logger(), stop.get_token()).status();
+  EXPECT_TRUE(absl::IsCancelled(stopped)) << stopped;
   const std::unique_ptr<Learner> learner = *open(gateway);
   EXPECT_EQ(learner->step(), 10);
   EXPECT_EQ(learner->policy_version(), 6);
