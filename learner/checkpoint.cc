@@ -104,12 +104,6 @@ absl::StatusOr<LearnerState> read_state_fields(model::JsonReader json) {
   return state;
 }
 
-absl::Status write_file(const std::string& path, const std::string& text) {
-  ASSIGN_OR_RETURN(model::OutputFile file, model::OutputFile::create(path));
-  RETURN_IF_ERROR(file.append({reinterpret_cast<const std::byte*>(text.data()), text.size()}));
-  return file.finish();
-}
-
 // Whether the published file holds the fp32 master as it is.
 bool file_is_exact(const model::ModelConfig& config, const model::Parameter& parameter) {
   return parameter.storage == model::Storage::kFp32 || config.dtype == kernels::DType::kF32;
@@ -217,7 +211,7 @@ absl::Status Checkpoints::write(const std::string& dir, const LearnerState& stat
   if (!tensors.empty()) RETURN_IF_ERROR(writer.save(dir + "/" + kOptimizer));
   LearnerState written = state;
   written.optimizer_updates = optimizer.updates();
-  RETURN_IF_ERROR(write_file(dir + "/" + kStateFile, to_json(written)));
+  RETURN_IF_ERROR(model::write_file(dir + "/" + kStateFile, to_json(written)));
   RETURN_IF_ERROR(write_manifest(dir));
   return model::sync_directory(dir);
 }
@@ -251,8 +245,11 @@ void Checkpoints::remove_old(const std::string& newest) const {
   for (size_t i = 0; i < names.size(); ++i) {
     const std::string dir = root_ + "/" + names[i];
     std::error_code ignored;
-    if (i + static_cast<size_t>(keep_) - 1 < names.size()) fs::remove_all(dir, ignored);
-    remove_journal(dir);  // nobody goes on from there
+    if (i + static_cast<size_t>(keep_) - 1 < names.size()) {
+      fs::remove_all(dir, ignored);
+    } else {
+      remove_journal(dir);  // nobody goes on from there
+    }
   }
 }
 

@@ -13,10 +13,9 @@ void read_loss(ConfigNode node, LossConfig* out) {
   node.read("clip_low", &out->options.clip_low, 0.0, 1.0);
   node.read("clip_high", &out->options.clip_high, 0.0);
   node.read("icepop_beta", &out->options.icepop_beta, 1.0);
+  const auto word = [](Normalizer normalizer) { return std::pair(name_of(normalizer), normalizer); };
   node.read_choice("normalizer", &out->normalizer,
-                   {{"tokens", Normalizer::kTokens},
-                    {"sequence", Normalizer::kSequence},
-                    {"constant", Normalizer::kConstant}});
+                   {word(Normalizer::kTokens), word(Normalizer::kSequence), word(Normalizer::kConstant)});
   node.read("normalizer_constant", &out->normalizer_constant, std::numeric_limits<double>::min());
   node.read("entropy_bonus", &out->entropy_bonus, 0.0);
 }
@@ -46,6 +45,15 @@ void read_warmup(ConfigNode node, WarmupConfig* out) {
 }
 
 }  // namespace
+
+const char* name_of(Normalizer normalizer) {
+  switch (normalizer) {
+    case Normalizer::kTokens: return "tokens";
+    case Normalizer::kSequence: return "sequence";
+    case Normalizer::kConstant: return "constant";
+  }
+  return "";
+}
 
 LearnerConfig LearnerConfig::from(ConfigNode root) {
   LearnerConfig out;

@@ -11,6 +11,7 @@
 namespace slipstream::learner {
 
 enum class Normalizer { kTokens, kSequence, kConstant };
+const char* name_of(Normalizer normalizer);  // as the file has it
 
 struct LossConfig {
   std::string objective = "double_sided";

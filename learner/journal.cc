@@ -12,10 +12,6 @@ namespace {
 
 enum RecordType : uint8_t { kHead = 1, kBatch, kVersion };
 
-absl::Span<const std::byte> bytes_of(const std::string& text) {
-  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
-}
-
 // Adds a record; `open` is the version it belongs to. Returns what is wrong with it.
 std::string take(const FramedRecord& record, bool first, JournalContents::Version* open, JournalContents* out) {
   if (!record.problem.empty()) return record.problem;
@@ -55,7 +51,7 @@ void Journal::add(std::string_view batch) {
 
 absl::Status Journal::end_version(std::string_view state) {
   append_record(kVersion, state, &pending_);
-  RETURN_IF_ERROR(file_.append(bytes_of(pending_)));
+  RETURN_IF_ERROR(file_.append(pending_));
   pending_.clear();
   return file_.sync();
 }
@@ -67,7 +63,7 @@ absl::StatusOr<JournalContents> read_journal(const std::string& checkpoint) {
   if (absl::IsNotFound(file.status())) return out;
   RETURN_IF_ERROR(file.status());
   out.file = *std::move(file);
-  const std::string_view data(reinterpret_cast<const char*>(out.file.bytes().data()), out.file.bytes().size());
+  const std::string_view data = out.file.text();
   JournalContents::Version open;
   int64_t last = 0;  // where the last version ends
   std::string problem;

@@ -137,8 +137,7 @@ class Learner {
   std::unique_ptr<kernels::Stream> stream_;         // on the CPU
   std::unique_ptr<kernels::Stream> device_stream_;  // on a GPU, when the model runs there
   std::optional<PolicyWeights> weights_;
-  Rewrite rewrite_;        // when somebody else reads the weights too
-  bool withheld_ = false;  // the newest version is not to be had from publisher_
+  Rewrite rewrite_;  // when somebody else reads the weights too
   std::unique_ptr<Trainer> trainer_;
   Checkpoints checkpoints_;
   Publisher publisher_;

@@ -1,8 +1,6 @@
 // What of a learner outlives its process: restoring it, repeating the steps since its checkpoint, checkpoints and publications.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <random>
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -86,15 +84,14 @@ JournalSettings Learner::journal_settings() const {
   const LossConfig& loss = config_.loss;
   const AdamWConfig& adam = config_.optimizer;
   const auto exact = [](double value) { return nlohmann::json(value).dump(); };  // the shortest that reads back as it is
-  const char* const normalizers[] = {"tokens", "sequence", "constant"};
-  return {{"model.dtype", kernels::name_of(config_.model.dtype)},
+  return {{"model.dtype", model::weight_dtype_word(config_.model.dtype)},
           {"learner.device", config_.model.device == kernels::Device{} ? "cpu" : "cuda"},
           {"ranks", absl::StrCat(group_.size())},
           {"learner.loss.objective", loss.objective},
           {"learner.loss.clip_low", exact(loss.options.clip_low)},
           {"learner.loss.clip_high", exact(loss.options.clip_high)},
           {"learner.loss.icepop_beta", exact(loss.options.icepop_beta)},
-          {"learner.loss.normalizer", normalizers[static_cast<int>(loss.normalizer)]},
+          {"learner.loss.normalizer", name_of(loss.normalizer)},
           {"learner.loss.normalizer_constant", exact(loss.normalizer_constant)},
           {"learner.loss.entropy_bonus", exact(loss.entropy_bonus)},
           {"learner.advantage_std", config_.advantage_std ? "true" : "false"},
@@ -181,7 +178,7 @@ absl::Status Learner::repeat_version(const JournalContents::Version& version, co
   return absl::OkStatus();
 }
 
-// Always, unless the journal has room and a checkpoint is not due: the steps after it are what a restart repeats.
+// Without a journal, always: the steps in one are what a restart repeats.
 bool Learner::checkpoint_is_due() const {
   if (!journal_ || finished()) return true;
   if (config_.checkpoint_every > 0) return state_.step - checkpoint_step_ >= config_.checkpoint_every;
@@ -224,8 +221,7 @@ absl::Status Learner::end_version_in_journal(double* seconds) {
 
 // A copy for those who fetch it; none while there are only engines that read the learner's own weights.
 absl::Status Learner::hand_out() {
-  withheld_ = rewrite_ != nullptr && !publisher_.asked();
-  if (withheld_) {
+  if (rewrite_ != nullptr && !publisher_.asked()) {
     publisher_.withhold();
     return absl::OkStatus();
   }
@@ -235,7 +231,8 @@ absl::Status Learner::hand_out() {
 
 // Somebody who came when the version had been withheld, and may have been given episodes that need it.
 absl::Status Learner::hand_out_late() {
-  return withheld_ && exactly_published_ && publisher_.waiting() > 0 ? hand_out() : absl::OkStatus();
+  const bool withheld = exactly_published_ && publisher_.policy_version() != state_.policy_version;
+  return withheld && publisher_.waiting() > 0 ? hand_out() : absl::OkStatus();
 }
 
 // A new policy version: durable first, then handed out.

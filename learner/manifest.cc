@@ -18,15 +18,11 @@ using nlohmann::ordered_json;
 
 constexpr int kFormat = 1;
 
-std::string_view text_of(const model::MappedFile& file) {
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
-}
-
 std::string hex(uint32_t crc) { return absl::StrFormat("%08x", crc); }
 
 absl::Status verify_file(const std::string& path, int64_t bytes, const std::string& crc) {
   ASSIGN_OR_RETURN(const model::MappedFile file, model::MappedFile::open(path));
-  const std::string_view text = text_of(file);
+  const std::string_view text = file.text();
   if (static_cast<int64_t>(text.size()) != bytes) {
     return absl::DataLossError(absl::StrCat(path, ": ", text.size(), " bytes, expected ", bytes));
   }
@@ -44,24 +40,22 @@ absl::Status write_manifest(const std::string& dir) {
   for (fs::recursive_directory_iterator at(dir, error), end; !error && at != end; at.increment(error)) {
     if (!at->is_regular_file(error)) continue;
     ASSIGN_OR_RETURN(const model::MappedFile file, model::MappedFile::open(at->path()));
-    const std::string_view text = text_of(file);
+    const std::string_view text = file.text();
     files[fs::relative(at->path(), dir, error)] = {{"bytes", text.size()}, {"crc32c", hex(crc32c(text))}};
   }
   if (error) return absl::ErrnoToStatus(error.value(), dir);
   files.erase(kManifestFile);
   const std::string text = ordered_json{{"format", kFormat}, {"files", files}}.dump(1) + "\n";
-  ASSIGN_OR_RETURN(model::OutputFile out, model::OutputFile::create(absl::StrCat(dir, "/", kManifestFile)));
-  RETURN_IF_ERROR(out.append({reinterpret_cast<const std::byte*>(text.data()), text.size()}));
-  return out.finish();
+  return model::write_file(absl::StrCat(dir, "/", kManifestFile), text);
 }
 
 absl::Status verify_manifest(const std::string& dir) {
   const std::string path = absl::StrCat(dir, "/", kManifestFile);
   ASSIGN_OR_RETURN(const model::MappedFile file, model::MappedFile::open(path));
-  const ordered_json json = ordered_json::parse(text_of(file), nullptr, /*allow_exceptions=*/false);
+  const ordered_json json = ordered_json::parse(file.text(), nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) {
     return absl::DataLossError(
-        absl::StrCat(path, ": ", text_of(file).size(), " bytes, expected a whole JSON object"));
+        absl::StrCat(path, ": ", file.text().size(), " bytes, expected a whole JSON object"));
   }
   model::JsonReader reader(json, path);
   reader.require_int("format", kFormat, kFormat);

@@ -60,9 +60,7 @@ absl::StatusOr<std::string> cut_after(const std::string& path, int64_t last) {
   }
   if (!cut) return newest;
   const std::string temporary = path + ".tmp";
-  ASSIGN_OR_RETURN(model::OutputFile out, model::OutputFile::create(temporary));
-  RETURN_IF_ERROR(out.append({reinterpret_cast<const std::byte*>(kept.data()), kept.size()}));
-  RETURN_IF_ERROR(out.finish());
+  RETURN_IF_ERROR(model::write_file(temporary, kept));
   RETURN_IF_ERROR(model::rename_file(temporary, path));
   return newest;
 }

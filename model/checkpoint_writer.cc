@@ -56,21 +56,11 @@ bool is_checkpoint_file(std::string_view name) {
 
 std::string temporary(const std::string& path) { return absl::StrCat(path, kTemporary); }
 
-absl::Status write_small(const std::string& path, absl::Span<const std::byte> bytes) {
-  ASSIGN_OR_RETURN(OutputFile file, OutputFile::create(path));
-  RETURN_IF_ERROR(file.append(bytes));
-  return file.finish();
-}
-
-absl::Span<const std::byte> bytes_of(const std::string& text) {
-  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
-}
-
 // Is there something at `path` that is not a file of this text?
 bool holds_other_than(const std::string& path, const std::string& text) {
   const absl::StatusOr<MappedFile> file = MappedFile::open(path);
   if (!file.ok()) return !absl::IsNotFound(file.status());
-  return file->bytes() != bytes_of(text);
+  return file->text() != text;
 }
 
 absl::Status make_directory(const std::string& dir) {
@@ -199,8 +189,7 @@ absl::StatusOr<std::vector<CheckpointWriter::Shard>> CheckpointWriter::plan() co
 
 absl::Status CheckpointWriter::write_shard(const Shard& shard, const std::string& path) const {
   ASSIGN_OR_RETURN(OutputFile file, OutputFile::create(path));
-  RETURN_IF_ERROR(
-      file.append({reinterpret_cast<const std::byte*>(shard.header.data()), shard.header.size()}));
+  RETURN_IF_ERROR(file.append(shard.header));
   std::vector<std::byte> fetched;
   for (const Entry* entry : shard.entries) {
     if (entry->source.empty()) {
@@ -242,10 +231,10 @@ absl::Status CheckpointWriter::write_files(const std::string& dir, const std::ve
     for (const Entry* entry : shard.entries) index.weight_map[entry->tensor.name] = shard.file_name;
     total_bytes += shard.data_bytes;
   }
-  if (config_) RETURN_IF_ERROR(write_small(temporary(absl::StrCat(dir, "/", kConfigFileName)), bytes_of(*config_)));
+  if (config_) RETURN_IF_ERROR(write_file(temporary(absl::StrCat(dir, "/", kConfigFileName)), *config_));
   if (shards.size() == 1) return absl::OkStatus();
   const std::string text = format_checkpoint_index(index, total_bytes);
-  return write_small(temporary(absl::StrCat(dir, "/", kIndexFileName)), bytes_of(text));
+  return write_file(temporary(absl::StrCat(dir, "/", kIndexFileName)), text);
 }
 
 // Readers take model.safetensors before an index. So it is the rename of model.safetensors or of the index,
@@ -332,7 +321,7 @@ absl::Status copy_side_file(const std::string& from_dir, const std::string& to_d
   RETURN_IF_ERROR(make_directory(to_dir));
   std::error_code error;
   if (std::filesystem::equivalent(from, to, error)) return absl::OkStatus();
-  RETURN_IF_ERROR(write_small(temporary(to), file.bytes()));
+  RETURN_IF_ERROR(write_file(temporary(to), file.text()));
   RETURN_IF_ERROR(rename_file(temporary(to), to));
   return sync_directory(to_dir);
 }

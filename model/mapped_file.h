@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <string>
+#include <string_view>
 
 #include "absl/types/span.h"
 #include "common/status.h"
@@ -23,6 +24,7 @@ class MappedFile {
 
   // Valid as long as this object or the one it was moved to.
   absl::Span<const std::byte> bytes() const { return bytes_; }
+  std::string_view text() const { return {reinterpret_cast<const char*>(bytes_.data()), bytes_.size()}; }
 
  private:
   absl::Span<const std::byte> bytes_;

@@ -13,6 +13,14 @@
 
 namespace slipstream::model {
 
+namespace {
+
+absl::Span<const std::byte> bytes_of(std::string_view text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+}  // namespace
+
 absl::StatusOr<OutputFile> OutputFile::create(const std::string& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (fd < 0) return absl::ErrnoToStatus(errno, path);
@@ -43,8 +51,10 @@ absl::Status OutputFile::append(absl::Span<const std::byte> bytes) {
   return write(bytes);
 }
 
+absl::Status OutputFile::append(std::string_view text) { return append(bytes_of(text)); }
+
 absl::Status OutputFile::flush() {
-  RETURN_IF_ERROR(write({reinterpret_cast<const std::byte*>(buffer_.data()), buffer_.size()}));
+  RETURN_IF_ERROR(write(bytes_of(buffer_)));
   buffer_.clear();
   return absl::OkStatus();
 }
@@ -69,6 +79,12 @@ absl::Status OutputFile::finish() {
   RETURN_IF_ERROR(sync());
   if (::close(std::exchange(fd_, -1)) != 0) return absl::ErrnoToStatus(errno, path_);
   return absl::OkStatus();
+}
+
+absl::Status write_file(const std::string& path, std::string_view text) {
+  ASSIGN_OR_RETURN(OutputFile file, OutputFile::create(path));
+  RETURN_IF_ERROR(file.append(text));
+  return file.finish();
 }
 
 absl::Status rename_file(const std::string& from, const std::string& to) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "absl/types/span.h"
 #include "common/status.h"
@@ -21,6 +22,7 @@ class OutputFile {
   OutputFile& operator=(OutputFile&&) = delete;
 
   absl::Status append(absl::Span<const std::byte> bytes);
+  absl::Status append(std::string_view text);
   // Room for `size` <= kBufferBytes more bytes, to be filled in place. Valid until the next call.
   absl::StatusOr<std::byte*> append_space(int64_t size);
   // Writes what is buffered and fsyncs; more may follow.
@@ -39,6 +41,9 @@ class OutputFile {
   int fd_;
   std::string buffer_;  // its size is what is pending
 };
+
+// A whole file, on disk when this returns OK.
+absl::Status write_file(const std::string& path, std::string_view text);
 
 absl::Status rename_file(const std::string& from, const std::string& to);
 // OK if the file is not there.

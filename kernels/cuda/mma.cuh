@@ -72,6 +72,11 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ float load_shared_float(uint32_t from) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+  return value;
+}
 __device__ __forceinline__ float4 load_shared_floats(uint32_t from) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

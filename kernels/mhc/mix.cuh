@@ -147,9 +147,6 @@ __global__ void mix_comb_backward(const MixBackwardView<X> view, int64_t tokens)
   }
 }
 
-// The 128 bytes around p are on their way to the L2, at no register.
-__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // dx, the sum so far, is read in the end, two runs at a time, from the L2.
 template <class X, int N>
 __global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 3>) mix_streams_backward(const MixBackwardView<X> view) {

@@ -162,9 +162,6 @@ struct SourceRow {
   }
 };
 
-// Brings the line as far as the L2.
-__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
 // One of 128 threads that copy 64 rows: 16 bytes of each tile's rows `row` + 16 i.
 struct RowCopier {
   static __device__ __forceinline__ int row() { return static_cast<int>(thread_again() % 128 / 8); }
@@ -195,11 +192,6 @@ struct RowCopier {
 // a row, in two tiles, then reach all banks.
 struct CodeCopier {
   static __device__ __forceinline__ int parity() { return RowCopier::chunk() / 4; }
-  static __device__ __forceinline__ float load_shared_float(uint32_t from) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
-    return value;
-  }
 
   // source(i) as above; a thread has sixteens number chunk() + 8 k of codes.
   template <class Source>
