@@ -12,7 +12,8 @@ void run(testing::CudaBench& bench, int64_t rows, int64_t width) {
   const ArenaScope scope(bench.arena());
   const Tensor x = bench.random(DType::kBf16, {rows, width}), dy = bench.random(DType::kBf16, {rows, width});
   const Tensor w = bench.random(DType::kF32, {width}), inv_rms = bench.random(DType::kF32, {rows}, 0.5f, 2.0f);
-  const Tensor y = bench.arena().alloc(DType::kBf16, {rows, width}), sum = bench.arena().alloc(DType::kBf16, {rows, width}), dw = bench.random(DType::kF32, {width});
+  const Tensor y = bench.arena().alloc(DType::kBf16, {rows, width}), sum = bench.arena().alloc(DType::kBf16, {rows, width});
+  const Tensor dw = bench.random(DType::kF32, {width});
   const std::string wide = std::to_string(width);
   bench.memory_row("forward, width " + wide, rows, 2 * x.bytes(), [&](int) {
     launch(RmsNorm{.x = x, .w = w, .y = y, .inv_rms = inv_rms, .eps = 1e-5f}, bench.stream());

@@ -1,9 +1,9 @@
 // Goal: launch() equals reference() for empty, odd, strided and unaligned shapes; a row ignores its neighbours,
-// bit for bit; a residual's sum on the way has the bits of Add and changes none of the norm's; the backward agrees with finite differences; bad arguments are refused by name.
+// bit for bit; a residual's sum on the way has the bits of Add and changes none of the norm's; the backward agrees with
+// finite differences; bad arguments are refused by name.
 #include "kernels/rmsnorm/rmsnorm.h"
 
 #include "kernels/add/add.h"
-
 #include "kernels/testing/op_test.h"
 
 namespace slipstream::kernels {
