@@ -2,7 +2,7 @@
 #include "kernels/sparse_mla/attention_backward_mma.cuh"
 #include "kernels/sparse_mla/attention_backward_wgmma.cuh"
 #include "kernels/sparse_mla/attention_forward.cuh"
-#include "kernels/sparse_mla/attention_forward_wgmma.cuh"
+#include "kernels/sparse_mla/attention_latents_split.cuh"
 #include "kernels/sparse_mla/attention_restore.cuh"
 #include "kernels/sparse_mla/sparse_mla.h"
 
