@@ -14,8 +14,9 @@ class KernelTrace {
  public:
   // Unimplemented: built without CUDA, or CUPTI refuses, with its words.
   static absl::Status start();
-  // Stops and prints: wall time against busy time, then the `most` kernels that took longest, of `passes` equal passes each.
-  static void report(const std::string& what, int passes, int most = 16);
+  // Stops and prints: wall time against busy time, then the `most` kernels that took longest, of `passes` equal passes each;
+  // with `timeline` everything of the last pass in its order: when it began, how long after the one before ended, and its time.
+  static void report(const std::string& what, int passes, bool timeline, int most = 16);
 };
 
 }  // namespace slipstream::bench

@@ -81,6 +81,17 @@ absl::Status checked(CUptiResult result) {
   return absl::UnimplementedError(absl::StrCat("CUPTI: ", words));
 }
 
+void print_timeline(const Span* first, const Span* last) {
+  std::printf("  %10s %8s %8s  of one pass, us\n", "begin", "gap", "takes");
+  uint64_t until = first->begin;
+  for (const Span* span = first; span < last; ++span) {
+    const auto us = [](uint64_t from, uint64_t to) { return (static_cast<double>(to) - static_cast<double>(from)) * 1e-3; };
+    std::printf("  %10.1f %8.1f %8.1f  %s\n", us(first->begin, span->begin), us(until, span->begin), us(span->begin, span->end),
+                span->name.c_str());
+    until = std::max(until, span->end);
+  }
+}
+
 constexpr CUpti_ActivityKind kKinds[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
 
 }  // namespace
@@ -93,7 +104,7 @@ absl::Status KernelTrace::start() {
   return absl::OkStatus();
 }
 
-void KernelTrace::report(const std::string& what, int passes, int most) {
+void KernelTrace::report(const std::string& what, int passes, bool timeline, int most) {
   const double wall = seconds_since(recorded().start) * 1e3 / passes;
   cuptiActivityFlushAll(1);
   for (const CUpti_ActivityKind kind : kKinds) cuptiActivityDisable(kind);
@@ -121,6 +132,7 @@ void KernelTrace::report(const std::string& what, int passes, int most) {
     const auto& [name, total] = order[i];
     std::printf("  %10.3f ms %5.1f %% %6d x %s\n", total.ms, 100 * total.ms / busy, total.count / passes, name.c_str());
   }
+  if (timeline) print_timeline(spans.data() + spans.size() - spans.size() / static_cast<size_t>(passes), spans.data() + spans.size());
   std::fflush(stdout);
 }
 

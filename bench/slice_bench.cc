@@ -37,7 +37,7 @@ struct Flags {
   int64_t train_tokens = 16384;
   int64_t chunk = 8192;        // rows of a prefill pass
   bool fp8 = false;            // linear layers in e4m3
-  bool trace = false;
+  bool trace = false, timeline = false;
   int64_t check = 0;           // tokens; 0: no check
   double teraflops = 989;      // bf16 peak of an H200
   double fp8_teraflops = 1979;
@@ -133,7 +133,7 @@ absl::Status trace(const Bench& b, const std::string& what, int passes, const Pa
   if (!b.flags.trace) return absl::OkStatus();
   RETURN_IF_ERROR(bench::KernelTrace::start());
   for (int i = 0; i < passes; ++i) RETURN_IF_ERROR(run_pass());
-  bench::KernelTrace::report(what, passes);
+  bench::KernelTrace::report(what, passes, b.flags.timeline);
   return absl::OkStatus();
 }
 
@@ -421,7 +421,8 @@ int main(int argc, char** argv) {
   app.add_option("--check", flags.check, "Compare the logits of so many tokens (128 or more), bit for bit, first")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
   app.add_flag("--fp8", flags.fp8, "Linear layers in fp8, as rollout.fp8_weights; no training step then");
-  app.add_flag("--trace", flags.trace, "Print which kernels the time goes to; needs CUPTI");
+  CLI::Option* const trace = app.add_flag("--trace", flags.trace, "Print which kernels the time goes to; needs CUPTI");
+  app.add_flag("--timeline", flags.timeline, "And every launch of one pass, in order")->needs(trace);
   app.add_option("--tflops", flags.teraflops, "The device's bf16 peak");
   app.add_option("--fp8-tflops", flags.fp8_teraflops, "Its e4m3 peak");
   app.add_option("--tbps", flags.terabytes, "The device's memory bandwidth");

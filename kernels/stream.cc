@@ -133,6 +133,7 @@ struct Stream::Queue {
   char* staging = nullptr;
   int64_t staged = 0;  // bytes of `staging` that copies under way may still read
   Arena workspace;
+  Tensor counters;  // in the workspace
 
   explicit Queue(Arena arena) : workspace(std::move(arena)) {}
   ~Queue() {
@@ -147,6 +148,8 @@ absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cuda(int32_t index, int64
   ASSIGN_OR_RETURN(queue->stream, cuda::create_stream());
   ASSIGN_OR_RETURN(void* const staging, cuda::allocate_pinned(kStagingBytes));
   queue->staging = static_cast<char*>(staging);
+  queue->counters = queue->workspace.alloc(DType::kI32, {2});
+  cuda::zero(queue->counters.raw(), queue->counters.bytes(), queue->stream);
   return std::unique_ptr<Stream>(new Stream(nullptr, std::move(queue), Device{DeviceKind::kCuda, index}));
 }
 
@@ -179,6 +182,11 @@ void* Stream::cuda() const {
 Arena& Stream::workspace() {
   CHECK(on_cuda());
   return queue_->workspace;
+}
+
+Tensor Stream::counters() {
+  CHECK(on_cuda());
+  return queue_->counters;
 }
 
 void Stream::adopt() {

@@ -78,6 +78,8 @@ class Stream {
   // order, the next launch may have the same memory at once.
   void* cuda() const;  // the cudaStream_t
   Arena& workspace();
+  // i32 [2] on the device, 0 whenever a launch begins: a launch that counts in them leaves them so.
+  Tensor counters();
 
   // Of a CPU stream, as is parallel_for.
   int threads() const;

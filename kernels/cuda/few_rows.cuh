@@ -59,21 +59,43 @@ struct FewRowsGroup {
   int end[kMost];   // blocks of this product and those before it
 };
 
-// One warp: sixteen columns of c, 8 kTiles rows.
-constexpr int kFewRowsStages = 8;
+// What a block works on: rows [m0, m_end) of a and c, of which it takes 8 kTiles, columns from n0 on, and which stored matrix.
+struct FewRowsPlace {
+  int64_t n0, m0, m_end, batch;
+};
+// The place number `index` of a product. False: there is nothing. Experts' rows are so few that all of one's are in one place: of
+// as many places as there are rows the one whose number is the expert's first row.
 template <int kTiles>
+__device__ __forceinline__ bool find_place(const Product& p, int64_t index, FewRowsPlace& place) {
+  const int64_t columns = (p.n + 15) / 16, tiles = (p.m + 8 * kTiles - 1) / (8 * kTiles), rest = index / columns;
+  place = {index % columns * 16, rest % tiles * 8 * kTiles, p.m, rest / tiles};
+  if (!p.rows_grouped) return true;
+  int owner = -1, end = 0;
+#pragma unroll 8
+  for (int base = 0; base < p.batch; base += kWarp) {
+    const int e = base + static_cast<int>(threadIdx.x);
+    if (e >= p.batch) continue;
+    const int begin = p.row_begin[e], next = p.row_begin[e + 1];
+    if (begin == rest && next > begin) owner = e, end = next;
+  }
+  owner = __reduce_max_sync(~0u, owner);
+  place.m0 = rest, place.m_end = __reduce_max_sync(~0u, end), place.batch = owner;
+  return owner >= 0;
+}
+
+// One warp: sixteen columns of c, 8 kTiles rows.
+template <int kTiles, int kStages>
 __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant__ FewRowsGroup group) {
   using Stage = FewRowsStage<kTiles>;
-  constexpr int kStages = kFewRowsStages;
   extern __shared__ __align__(16) unsigned char memory[];
   Stage* const ring = reinterpret_cast<Stage*>(memory);
   const int lane = static_cast<int>(threadIdx.x);
   int which = 0;
   while (static_cast<int>(blockIdx.x) >= group.end[which]) ++which;
   const Product& p = group.products[which];
-  const int64_t columns = (p.n + 15) / 16, rows_of_tiles = (p.m + 8 * kTiles - 1) / (8 * kTiles);
-  const int64_t index = static_cast<int>(blockIdx.x) - (which == 0 ? 0 : group.end[which - 1]);
-  const int64_t n0 = index % columns * 16, m0 = index / columns % rows_of_tiles * 8 * kTiles, batch = index / columns / rows_of_tiles;
+  FewRowsPlace place;
+  if (!find_place<kTiles>(p, static_cast<int>(blockIdx.x) - (which == 0 ? 0 : group.end[which - 1]), place)) return;
+  const auto [n0, m0, m_end, batch] = place;
 
   // A lane copies 16 bytes of every fourth row. Rows of A that do not exist are zeros; of the weight, the last one's.
   const int piece = lane % 8 * 8, row = lane / 8;
@@ -84,16 +106,16 @@ __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant
     weight[i] = static_cast<const bf16*>(p.b) + batch * p.stride_b + min(n0 + row + 4 * i, p.n - 1) * p.ldb + piece;
 #pragma unroll
   for (int i = 0; i < 2 * kTiles; ++i) {
-    exists[i] = m0 + row + 4 * i < p.m;
+    exists[i] = m0 + row + 4 * i < m_end;
     rows[i] = static_cast<const bf16*>(p.a) + batch * p.stride_a + (exists[i] ? m0 + row + 4 * i : m0) * p.lda + piece;
   }
   const int k = static_cast<int>(p.k) - piece;
   int copied = 0;  // k of the next stage to copy
-  const auto copy_stage = [&](int place) {
+  const auto copy_stage = [&](int at) {
     if (copied < p.k) {
       const bool there = copied < k;
-      unsigned char* const to = ring[place].weight + row * Stage::kPitch + piece * 2;
-      unsigned char* const to_rows = ring[place].rows + row * Stage::kPitch + piece * 2;
+      unsigned char* const to = ring[at].weight + row * Stage::kPitch + piece * 2;
+      unsigned char* const to_rows = ring[at].rows + row * Stage::kPitch + piece * 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) copy_async(shared_address(to + 4 * i * Stage::kPitch), weight[i] + copied, there ? 16 : 0);
 #pragma unroll
@@ -113,13 +135,13 @@ __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant
   for (int i = 0; i < kStages - 1; ++i) copy_stage(i);
   await_stage();
   even.load(ring[0]);
-  int place = kStages - 1;  // of the next stage to copy
+  int next_stage = kStages - 1;  // to copy
   // While a stage's products run, the next one's factors are loaded. Stages beyond the end are not added.
   const auto turn = [&](FewRowsFactors<kTiles>& now, FewRowsFactors<kTiles>& next) {
-    copy_stage(place);
+    copy_stage(next_stage);
     await_stage();
-    place = (place + 1) % kStages;
-    next.load(ring[(place + 1) % kStages]);
+    next_stage = (next_stage + 1) % kStages;
+    next.load(ring[(next_stage + 1) % kStages]);
     now.add_products(sums);
   };
   int k0 = 0;
@@ -135,7 +157,7 @@ __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t m = m0 + t * 8 + lane % 4 * 2 + i % 2, n = n0 + lane / 4 + i / 2 * 8;
-      if (m >= p.m || n >= p.n) continue;
+      if (m >= m_end || n >= p.n) continue;
       const float sum = p.bias == nullptr ? sums[t][i] : sums[t][i] + p.bias[n];
       if (group.f32[which]) {
         store(static_cast<float*>(p.c) + base + m * p.ldc + n, sum);
@@ -147,10 +169,12 @@ __global__ void __launch_bounds__(kWarp) few_rows_products(const __grid_constant
 }
 
 // Of products that wgmma takes, those that are faster here, as measured on an H200: of up to sixteen rows, all whose blocks run at
-// once; of more rows, which read the weight again, only those that leave most of the device idle either way.
+// once; of more rows, which read the weight again, only those that leave most of the device idle either way. Of sixteen rows of
+// all experts together always, as most experts have none.
 inline bool few_rows_take(const Product& p, DType a, DType b, bool transpose_a, bool transpose_b) {
   if (a != DType::kBf16 || b != DType::kBf16 || transpose_a || !transpose_b || !wgmma_takes(p, transpose_a, transpose_b)) return false;
-  if (p.rows_grouped || p.depth_grouped || p.accumulate) return false;
+  if (p.depth_grouped || p.accumulate) return false;
+  if (p.rows_grouped) return p.m <= 16;
   const int64_t blocks = divide_up(p.m, p.m <= 8 ? 8 : 16) * divide_up(p.n, 16) * p.batch;
   const int64_t at_once = p.m <= 8 ? 8 : p.m <= 16 ? 6 : 2;  // on a multiprocessor; the first two fill its shared memory
   return blocks <= at_once * multiprocessors();
@@ -163,7 +187,7 @@ class FewRows {
     const int tiles = p.m <= 8 ? 1 : 2;
     if (count_ == FewRowsGroup::kMost || (count_ > 0 && tiles != tiles_)) return false;
     tiles_ = tiles;
-    blocks_ += divide_up(p.m, 8 * tiles) * divide_up(p.n, 16) * p.batch;
+    blocks_ += (p.rows_grouped ? p.m : divide_up(p.m, 8 * tiles) * p.batch) * divide_up(p.n, 16);
     group_.products[count_] = p;
     group_.f32[count_] = c == DType::kF32;
     group_.end[count_] = static_cast<int>(blocks_);
@@ -172,16 +196,21 @@ class FewRows {
   }
   void launch(Stream& stream) const {
     if (blocks_ == 0) return;
-    tiles_ == 1 ? launch_as<1>(stream) : launch_as<2>(stream);
+    // Half as many blocks want twice as much on its way in each.
+    if (tiles_ == 1) {
+      blocks_ <= 4 * multiprocessors() ? launch_as<1, 16>(stream) : launch_as<1, 8>(stream);
+    } else {
+      blocks_ <= 3 * multiprocessors() ? launch_as<2, 16>(stream) : launch_as<2, 8>(stream);
+    }
     check_launch("product");
   }
 
  private:
-  template <int kTiles>
+  template <int kTiles, int kStages>
   void launch_as(Stream& stream) const {
-    constexpr int kBytes = kFewRowsStages * static_cast<int>(sizeof(FewRowsStage<kTiles>));
-    allow_shared(few_rows_products<kTiles>, kBytes);
-    few_rows_products<kTiles><<<static_cast<unsigned>(blocks_), kWarp, kBytes, cuda_stream(stream)>>>(group_);
+    constexpr int kBytes = kStages * static_cast<int>(sizeof(FewRowsStage<kTiles>));
+    allow_shared(few_rows_products<kTiles, kStages>, kBytes);
+    few_rows_products<kTiles, kStages><<<static_cast<unsigned>(blocks_), kWarp, kBytes, cuda_stream(stream)>>>(group_);
   }
   FewRowsGroup group_;
   int count_ = 0, tiles_ = 0;

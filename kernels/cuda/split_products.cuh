@@ -3,8 +3,6 @@
 // first; of two f32 factors those pairs of parts that reach 2^-24 of the product. What is left of the error is that of f32 sums.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "kernels/cuda/products.cuh"
 
 namespace slipstream::kernels {
@@ -155,127 +153,6 @@ void split_product_as(const Product& p, bool transpose_a, bool transpose_b, Stre
   } else {
     transpose_b ? with(no, yes) : with(no, no);
   }
-}
-
-// --- Few columns from long rows: x bf16 [M, K] times w f32 [N, K]ᵀ, N <= 32 ----------------------------------------------
-
-// mHC's mixes are 24 sums over 16,384 values: one block would take long over a token's, so the k are cut into 64 runs, those
-// of the eight warps of the eight blocks of a cluster, whose sums are added in that order. Rows 64 a cluster; fragments come
-// from memory at once, each lane's eight neighbouring k making up its share of two steps of mma in both factors.
-constexpr int kThinRows = 64, kThinWarps = 8, kThinBlocks = 8;
-
-template <int kTilesN>
-__global__ void __cluster_dims__(kThinBlocks) __launch_bounds__(kThinWarps* kWarp) thin_product(Product p) {
-  namespace cg = cooperative_groups;
-  constexpr int kColumns = kTilesN * 8, kValues = kThinRows * kColumns, kTilesM = kThinRows / 16, kStep = 32;
-  extern __shared__ float partial[];  // [warps][kThinRows][kColumns]; then the block's sums in the first
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = lane / 4, piece = lane % 4 * 8;
-  const int64_t m0 = int64_t{blockIdx.y} * kThinRows;
-  const int tiles = static_cast<int>(min(int64_t{kTilesM}, (p.m - m0 + 15) / 16));
-  const int64_t steps = p.k / kStep, share = (steps + kThinBlocks * kThinWarps - 1) / (kThinBlocks * kThinWarps);
-  const int64_t first = (cluster.block_rank() * kThinWarps + warp) * share, last = min(steps, first + share);
-  const bf16* const a = static_cast<const bf16*>(p.a);
-  const float* const b = static_cast<const float*>(p.b);
-
-  uint4 x[kTilesM][2];
-  float4 w[kTilesN][2];
-  const auto fetch = [&](int64_t step) {
-    const int64_t k = step * kStep + piece;
-#pragma unroll
-    for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t m = m0 + i * 16 + half * 8 + row;
-        x[i][half] = m < p.m ? *reinterpret_cast<const uint4*>(a + m * p.lda + k) : uint4{};
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kTilesN; ++j) {
-      const int64_t n = j * 8 + row;
-      w[j][0] = n < p.n ? load4(b + n * p.ldb + k) : float4{};
-      w[j][1] = n < p.n ? load4(b + n * p.ldb + k + 4) : float4{};
-    }
-  };
-  float sums[kTilesM][kTilesN][4] = {};
-  if (first < last) fetch(first);
-  for (int64_t step = first; step < last; ++step) {
-    uint32_t af[2][kTilesM][4], bf[kTilesN][4][3];
-#pragma unroll
-    for (int i = 0; i < kTilesM; ++i) {
-      const uint4 top = x[i][0], bottom = x[i][1];
-      af[0][i][0] = top.x, af[0][i][1] = bottom.x, af[0][i][2] = top.y, af[0][i][3] = bottom.y;
-      af[1][i][0] = top.z, af[1][i][1] = bottom.z, af[1][i][2] = top.w, af[1][i][3] = bottom.w;
-    }
-#pragma unroll
-    for (int j = 0; j < kTilesN; ++j) {
-      split_pair(w[j][0].x, w[j][0].y, bf[j][0]);
-      split_pair(w[j][0].z, w[j][0].w, bf[j][1]);
-      split_pair(w[j][1].x, w[j][1].y, bf[j][2]);
-      split_pair(w[j][1].z, w[j][1].w, bf[j][3]);
-    }
-    if (step + 1 < last) fetch(step + 1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int part = 2; part >= 0; --part) {
-#pragma unroll
-        for (int i = 0; i < kTilesM; ++i) {
-          if (i >= tiles) continue;
-#pragma unroll
-          for (int j = 0; j < kTilesN; ++j) mma(sums[i][j], af[half][i], bf[j][half * 2][part], bf[j][half * 2 + 1][part]);
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kTilesM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kTilesN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        partial[warp * kValues + (i * 16 + row + e / 2 * 8) * kColumns + j * 8 + lane % 4 * 2 + e % 2] = sums[i][j][e];
-      }
-    }
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kValues; i += kThinWarps * kWarp) {
-    float sum = partial[i];
-#pragma unroll
-    for (int other = 1; other < kThinWarps; ++other) sum += partial[other * kValues + i];
-    partial[i] = sum;  // of a place that no other thread reads
-  }
-  cluster.sync();
-  // Each block finishes an eighth of the rows.
-  constexpr int kOwn = kValues / kThinBlocks;
-  for (int i = static_cast<int>(threadIdx.x); i < kOwn; i += kThinWarps * kWarp) {
-    const int at = static_cast<int>(cluster.block_rank()) * kOwn + i;
-    const int64_t m = m0 + at / kColumns, n = at % kColumns;
-    float sum = 0.0f;
-#pragma unroll
-    for (int other = 0; other < kThinBlocks; ++other) sum += cluster.map_shared_rank(partial, other)[at];
-    if (m < p.m && n < p.n) static_cast<float*>(p.c)[m * p.ldc + n] = sum;
-  }
-  cluster.sync();  // the others have read this block's sums
-}
-
-// By the weight's shape alone, and by how things lie in memory, which is the same for every number of rows.
-inline bool thin_takes(const Product& p, DType a, DType b, DType c, bool transpose_a, bool transpose_b) {
-  return a == DType::kBf16 && b == DType::kF32 && c == DType::kF32 && !transpose_a && transpose_b && p.n <= 32 &&
-         p.k >= 1024 && p.k % 32 == 0 && p.batch == 1 && p.row_begin == nullptr && p.bias == nullptr && !p.accumulate &&
-         p.fast_a && p.fast_b;
-}
-
-inline void launch_thin(const Product& p, Stream& stream) {
-  const dim3 grid(kThinBlocks, static_cast<unsigned>(divide_up(p.m, kThinRows)));
-  const auto with = [&](auto tiles) {
-    constexpr int kBytes = kThinWarps * kThinRows * tiles() * 8 * 4;
-    check_cuda(cudaFuncSetAttribute(thin_product<tiles()>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "product");
-    thin_product<tiles()><<<grid, kThinWarps * kWarp, kBytes, cuda_stream(stream)>>>(p);
-  };
-  if (p.n <= 8) return with(std::integral_constant<int, 1>());
-  if (p.n <= 24) return with(std::integral_constant<int, 3>());
-  with(std::integral_constant<int, 4>());
 }
 
 }  // namespace slipstream::kernels

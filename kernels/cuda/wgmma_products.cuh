@@ -60,7 +60,7 @@ struct WgmmaArguments {
   CUtensorMap a, b;
   Product product;
   int box_rows;    // of a copy of A's rows
-  int* next_tile;  // counts, from 0, the tiles taken beyond each block's first; null where there are none
+  int* next_tile;  // counts, from 0, the tiles taken beyond each block's first; null where there are none. As leave_at_zero()
 };
 
 // A place in a ring, and the parity of the barriers' phase in this round.
@@ -123,6 +123,14 @@ __device__ __forceinline__ void copy_factor(unsigned char* to, const CUtensorMap
   }
 }
 
+// Who leaves last sets the count of tiles to 0 again, for the next launch: a launch of its own to do so takes four microseconds.
+// `count` and how many blocks have left are neighbours.
+__device__ __forceinline__ void leave_at_zero(int* count) {
+  __threadfence();
+  auto* const left = reinterpret_cast<unsigned*>(count + 1);
+  if (atomicInc(left, gridDim.x - 1) == gridDim.x - 1) atomicExch(count, 0);
+}
+
 // The one thread that hands out tiles and starts all copies of its block. A block takes its next tile when it
 // needs one, not by a fixed rule: neighbouring tiles then start at about the same time whatever happened
 // before, and share what they read in the L2.
@@ -137,7 +145,10 @@ __device__ void feed(WgmmaShared<Shape>& shared, const WgmmaArguments& args) {
     shared.tile[turn.place] = index;
     barrier_arrive(&shared.tile_given[turn.place]);
     Tile tile;
-    if (!finder.find(index, tile)) return;
+    if (!finder.find(index, tile)) {
+      if (args.next_tile != nullptr) leave_at_zero(args.next_tile);
+      return;
+    }
     next = static_cast<int>(gridDim.x) + (args.next_tile == nullptr ? index : atomicAdd(args.next_tile, 1));
     const int64_t batch_a = p.rows_grouped || p.depth_grouped ? 0 : tile.batch,
                   batch_b = p.depth_grouped ? 0 : tile.batch;
@@ -487,7 +498,6 @@ void launch_wgmma_product(const Product& p, const Epilogue& epilogue, Stream& st
                            : rows > 16     ? 32
                            : rows > 8      ? 16
                                            : 8;
-  const ArenaScope scope(stream.workspace());
   const int64_t tiles =
       row_tiles(p, Shape::kM) * (p.rows_grouped ? 1 : p.batch) * divide_up(p.n, Shape::kN);  // at most
   const int64_t blocks = std::min(tiles, multiprocessors());
@@ -498,7 +508,7 @@ void launch_wgmma_product(const Product& p, const Epilogue& epilogue, Stream& st
                        : tensor_map<typename Shape::Factor>(p.b, p.n, p.k, batch_b, p.ldb, p.stride_b, 64),
       .product = p,
       .box_rows = static_cast<int>(box_rows),
-      .next_tile = tiles > blocks ? stream.workspace().zeros(DType::kI32, {1}, stream).i32() : nullptr};
+      .next_tile = tiles > blocks ? stream.counters().i32() : nullptr};
   const auto kernel = wgmma_product<Shape, kTransposeA, kTransposeB, Epilogue>;
   constexpr int kBytes = sizeof(WgmmaShared<Shape>);
   allow_shared(kernel, kBytes);

@@ -1,8 +1,10 @@
 #include "kernels/gemm/gemm.h"
 
 #include "kernels/cuda/few_rows.cuh"
+#include "kernels/cuda/few_rows_across.cuh"
 #include "kernels/cuda/products.cuh"
 #include "kernels/cuda/split_products.cuh"
+#include "kernels/cuda/thin_products.cuh"
 #include "kernels/cuda/wgmma_products.cuh"
 #include "kernels/launch_cuda.h"
 
@@ -14,6 +16,8 @@ void launch_product(const Product& p, DType a, DType b, DType c, bool transpose_
     launch_scalar_product(p, transpose_a, transpose_b, stream);
   } else if (thin_takes(p, a, b, c, transpose_a, transpose_b)) {
     launch_thin(p, stream);
+  } else if (few_rows_across_takes(p, a, b, c, transpose_a, transpose_b)) {
+    launch_few_rows_across(p, stream);
   } else {
     with_type(c, [&](auto result) {
       using C = decltype(result);

@@ -8,6 +8,7 @@
 
 #include "common/check.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/grouped_gemm/grouped_gemm.h"
 #include "kernels/testing/cuda_bench.h"
 
 namespace slipstream::kernels {
@@ -81,7 +82,47 @@ void compare(const char* name, Form form, int64_t m, int64_t n, int64_t k, CudaB
   }
 }
 
+// A decode step's products that are no plain matrix by a few rows, against the time of reading their weights.
+void decode_products(CudaBench& bench) {
+  const ArenaScope scope(bench.arena());
+  constexpr int64_t kExperts = 288, kUsed = 8, kHeads = 64;
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{2048, 4096}, {4096, 2048}}) {
+    const ArenaScope shape(bench.arena());
+    const Tensor w = bench.random(DType::kBf16, {kExperts, n, k});
+    for (const int64_t tokens : {1, 2, 4}) {
+      const int64_t rows = tokens * kUsed;
+      const Tensor x = bench.random(DType::kBf16, {rows, k}), y = bench.arena().zeros(DType::kBf16, {rows, n}, bench.stream());
+      std::vector<Tensor> begins;
+      for (int64_t copy = 0; copy < kCopies; ++copy) {
+        std::vector<int32_t> begin = {0};
+        for (int64_t e = 0; e < kExperts; ++e) begin.push_back(begin.back() + (e % kCopies == copy && e / kCopies < rows ? 1 : 0));
+        begins.push_back(bench.upload(begin.data(), DType::kI32, {kExperts + 1}));
+      }
+      bench.memory_row("experts " + std::to_string(n) + " x " + std::to_string(k), tokens, rows * n * k * 2, [&](int i) {
+        launch(GroupedGemm{.x = x, .w = w, .row_begin = begins[static_cast<size_t>(i % kCopies)], .y = y, .transpose_w = true}, bench.stream());
+      });
+    }
+  }
+  for (const int64_t tokens : {1, 8, 32}) {
+    const Tensor w = bench.random(DType::kBf16, {kCopies * kHeads, 192, 512}), q = bench.random(DType::kBf16, {tokens, kHeads, 192});
+    const Tensor c = bench.arena().zeros(DType::kBf16, {tokens, kHeads, 512}, bench.stream());
+    bench.memory_row("64 heads' 512 x 192", tokens, kHeads * 192 * 512 * 2, [&](int i) {
+      const int64_t copy = i % kCopies * kHeads;
+      launch(Gemm{.a = q.transpose01(), .b = w.slice(0, copy, copy + kHeads), .c = c.transpose01(), .bias = {}}, bench.stream());
+    });
+  }
+  for (const int64_t tokens : {1, 16, 32, 128}) {
+    const Tensor x = bench.random(DType::kBf16, {tokens, 16384}), w = bench.random(DType::kF32, {kCopies * 64, 24, 16384});
+    const Tensor c = bench.arena().zeros(DType::kF32, {tokens, 24}, bench.stream());
+    bench.memory_row("mixes 24 x 16384", tokens, 24 * 16384 * 4, [&](int i) {
+      const int64_t copy = i % (kCopies * 64);
+      launch(Gemm{.a = x, .b = w.slice(0, copy, copy + 1).view({24, 16384}), .c = c, .bias = {}, .transpose_b = true}, bench.stream());
+    });
+  }
+}
+
 CUDA_BENCH(gemm) {
+  decode_products(bench);
   const CuBlas peer(bench.stream().cuda());
   compare("forward", Form::kForward, 8192, 8192, 8192, bench, peer);
   compare("input gradient", Form::kInputGrad, 8192, 8192, 8192, bench, peer);

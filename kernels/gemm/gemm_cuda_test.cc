@@ -78,7 +78,7 @@ std::vector<Case> cases() {
       }
     }
   }
-  // mHC's mixes and their gradients, and a router's (kernels/cuda/split_products.cuh).
+  // mHC's mixes and their gradients, and a router's (kernels/cuda/split_products.cuh, thin_products.cuh).
   for (const int64_t m : {1, 70}) {
     for (const int64_t n : {3, 24, 32}) all.push_back({m, n, 16384, false, true, 0, kBf16, kF32, kF32, false, false});
     all.push_back({m, 24, 1056, false, true, 0, kBf16, kF32, kF32, false, false});
@@ -181,6 +181,45 @@ TEST_F(GemmWideCudaTest, RowIgnoresTheOthersAtAllMagnitudes) {
     const Tensor part = device.output(kF32, {rows, n});
     launch(Gemm{.a = a.slice(0, 5, 5 + rows), .b = b, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
     testing::expect_same_bits_on_device(part, whole.slice(0, 5, 5 + rows));
+  }
+  device.expect_fences_intact();
+}
+
+// Few columns from long rows, whose k are summed in runs: few rows by other kernels than many.
+TEST_F(GemmWideCudaTest, FewColumnsOfLongRows) {
+  TensorPool host(9);
+  CudaPool device;
+  for (const int64_t k : {1024, 3072, 16416}) {
+    for (const int64_t n : {3, 24, 32}) {
+      const Tensor a = device.copy(random_as(host, kBf16, {100, k}), kBf16), w = device.copy(host.random(kF32, {n, k}));
+      const Tensor whole = device.output(kF32, {100, n});
+      launch(Gemm{.a = a, .b = w, .c = whole, .bias = {}, .transpose_b = true}, cuda_stream());
+      for (const int64_t rows : {1, 7, 16, 17, 32, 33, 65}) {
+        const Tensor part = device.output(kF32, {rows, n});
+        launch(Gemm{.a = a.slice(0, 3, 3 + rows), .b = w, .c = part, .bias = {}, .transpose_b = true}, cuda_stream());
+        testing::expect_same_bits_on_device(part, whole.slice(0, 3, 3 + rows));
+      }
+    }
+  }
+  device.expect_fences_intact();
+}
+
+// Each head's queries by its absorbed weight: [heads, rows, k] out of [rows, heads, width], times [heads, k, n].
+TEST_F(GemmWideCudaTest, FewRowsOfHeads) {
+  TensorPool host(10);
+  CudaPool device;
+  for (const auto& [heads, n, k] : {std::tuple<int64_t, int64_t, int64_t>{64, 512, 192}, {3, 72, 264}, {2, 64, 8}, {5, 520, 512}, {2, 48, 520}}) {
+    const int64_t width = k + 8;
+    const Tensor q = device.copy(random_as(host, kBf16, {100, heads, width}), kBf16);
+    const Tensor w = device.copy(random_as(host, kBf16, {heads, k, n}), kBf16);
+    const auto of_heads = [](const Tensor& t, int64_t begin, int64_t end) { return t.slice(0, begin, end).transpose01(); };
+    const Tensor whole = device.output(kBf16, {100, heads, n});
+    launch(Gemm{.a = of_heads(q.slice(2, 0, k), 0, 100), .b = w, .c = of_heads(whole, 0, 100), .bias = {}}, cuda_stream());
+    for (const int64_t rows : {1, 3, 8, 9}) {
+      const Tensor part = device.output(kBf16, {rows, heads, n});
+      launch(Gemm{.a = of_heads(q.slice(2, 0, k), 5, 5 + rows), .b = w, .c = of_heads(part, 0, rows), .bias = {}}, cuda_stream());
+      testing::expect_same_bits_on_device(part, whole.slice(0, 5, 5 + rows));
+    }
   }
   device.expect_fences_intact();
 }

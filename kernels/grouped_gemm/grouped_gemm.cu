@@ -1,6 +1,6 @@
 #include "kernels/grouped_gemm/grouped_gemm.h"
 
-#include "kernels/cuda/products.cuh"
+#include "kernels/cuda/few_rows.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
@@ -11,6 +11,8 @@ void launch_cuda<GroupedGemm>(const GroupedGemm& args, Stream& stream) {
                   .k = args.x.size(1), .lda = args.x.stride(0), .ldb = args.w.stride(1), .ldc = args.y.stride(0),
                   .batch = args.w.size(0), .stride_b = args.w.stride(0), .row_begin = args.row_begin.i32(),
                   .rows_grouped = true, .fast_a = eights(args.x), .fast_b = eights(args.w), .fast_c = eights(args.y)};
+  FewRows small;
+  if (few_rows_take(p, args.x.dtype(), args.w.dtype(), false, args.transpose_w) && small.add(p, args.y.dtype())) return small.launch(stream);
   launch_product(p, args.x.dtype(), args.w.dtype(), args.y.dtype(), false, args.transpose_w, stream);
 }
 

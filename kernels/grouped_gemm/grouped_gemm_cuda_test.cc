@@ -25,10 +25,18 @@ struct Case {
 class GroupedGemmCudaTest : public testing::CudaTest,
                             public ::testing::WithParamInterface<std::tuple<DType, DType, int>> {
  protected:
+  // So many experts, of which few have rows: {expert, rows}.
+  static std::vector<int32_t> sparse(size_t experts, std::initializer_list<std::pair<size_t, int32_t>> used) {
+    std::vector<int32_t> counts(experts, 0);
+    for (const auto& [expert, rows] : used) counts[expert] = rows;
+    return counts;
+  }
   static const Case& case_of(int i) {
     static const std::vector<Case> cases = {{{0, 0}, 8, 8}, {{1}, 5, 7}, {{3, 0, 65, 1}, 70, 40},
                                             {{130, 2, 0, 0, 40, 300}, 192, 128}, {std::vector<int32_t>(40, 3), 64, 64},
-                                            {{300, 0, 77, 520}, 2304, 72}, {{17, 70, 0, 130}, 2048, 512}};
+                                            {{300, 0, 77, 520}, 2304, 72}, {{17, 70, 0, 130}, 2048, 512},
+                                            {sparse(288, {{3, 1}, {64, 4}, {65, 1}, {287, 2}}), 200, 136},
+                                            {sparse(70, {{0, 9}, {33, 1}, {69, 6}}), 72, 1032}};
     return cases[static_cast<size_t>(i)];
   }
 };
@@ -81,7 +89,7 @@ TEST_P(GroupedGemmCudaTest, EqualsReference) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, GroupedGemmCudaTest,
                          ::testing::Combine(::testing::Values(kF32, kBf16), ::testing::Values(kF32, kBf16),
-                                            ::testing::Range(0, 7)));
+                                            ::testing::Range(0, 9)));
 
 }  // namespace
 }  // namespace slipstream::kernels

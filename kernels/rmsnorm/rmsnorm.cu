@@ -21,12 +21,18 @@ __device__ __forceinline__ HeldRow<X, kRuns> sum_row(const X* a, const X* b, X* 
   return sum;
 }
 
+constexpr unsigned kFewRows = 128;
+
 // One block a row.
 template <class X, int kRuns, bool kSum>
 __global__ void __launch_bounds__(256) rmsnorm(Rows<const X> xs, Rows<const X> bs, Rows<X> sums, const float* w, Rows<X> ys,
                                                float* inv_rms, int width, float eps, bool whole) {
   const int64_t row = blockIdx.x;
   const RowShare share = block_share(width, whole);
+  // Few rows wait for memory once, not once more for w.
+  if (gridDim.x <= kFewRows && w != nullptr) {
+    for_runs<kRuns>(share, [&](int, int column) { prefetch_line(w + column); });
+  }
   const HeldRow<X, kRuns> x = [&] {
     if constexpr (kSum) return sum_row<X, kRuns>(xs[row], bs[row], sums[row], share);
     else return HeldRow<X, kRuns>(xs[row], share);
