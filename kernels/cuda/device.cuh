@@ -138,17 +138,21 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Every thread of the block receives the sum of all: warps first, then the warps' sums ascending. All threads must call; the
-// block has whole warps, 32 at most.
-__device__ __forceinline__ float block_sum(float value) {
+// Every thread of the block's first `warps` receives the sum of all of them: warps first, then the warps' sums ascending. All of
+// them must call, and meet in sync(); 32 warps at most.
+template <class Sync>
+__device__ __forceinline__ float sum_of_warps(float value, unsigned warps, Sync&& sync) {
   __shared__ float partial[kWarp];
   value = warp_sum(value);
-  __syncthreads();  // an earlier call's partial sums have been read
+  sync();  // an earlier call's partial sums have been read
   if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = value;
-  __syncthreads();
+  sync();
   float sum = 0.0f;
-  for (unsigned w = 0; w < blockDim.x / kWarp; ++w) sum += partial[w];
+  for (unsigned w = 0; w < warps; ++w) sum += partial[w];
   return sum;
+}
+__device__ __forceinline__ float block_sum(float value) {
+  return sum_of_warps(value, blockDim.x / kWarp, [] { __syncthreads(); });
 }
 __device__ __forceinline__ float block_max(float value) {
   __shared__ float partial[kWarp];

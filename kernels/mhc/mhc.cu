@@ -46,15 +46,18 @@ void mix(const MhcMix& args, Stream& stream) {
                         .post = rows_of<float>(args.post),
                         .comb = heads_of<float>(args.comb),
                         .u = rows_of<X>(args.u),
+                        .w = data_of<float>(args.w),
+                        .y = rows_of<X>(args.y),
+                        .u_inv = data_of<float>(args.u_inv),
                         .width = static_cast<int>(args.x.size(2)),
                         .iterations = static_cast<int>(args.iterations),
-                        .whole = fours(args.x) && fours(args.u)};
+                        .whole = fours(args.x) && fours(args.u) && fours(args.w) && fours(args.y)};
   const int64_t tokens = args.x.size(0);
   for_stream_count(args.x.size(1), [&](auto n) {
     constexpr int kN = n();
     const unsigned blocks = static_cast<unsigned>(tokens);
     if (tokens <= kFewTokens) {
-      mix_streams<X, kN, true><<<blocks, row_threads(view.width), 0, cuda_stream(stream)>>>(view);
+      mix_streams<X, kN, true><<<blocks, row_threads(view.width) + kMixThreadsMore<true>, 0, cuda_stream(stream)>>>(view);
       return;
     }
     mix_streams<X, kN, false><<<blocks, row_threads(view.width), 0, cuda_stream(stream)>>>(view);

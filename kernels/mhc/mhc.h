@@ -25,6 +25,11 @@ struct MhcMix {
   Tensor post;         // out  [T, n] f32
   Tensor comb;         // out  [T, n, n] f32, C
   Tensor u;            // out  [T, H] f32, the sublayer's input before its norm
+  // The norm, in the same pass: RmsNorm{x = u, w, y, inv_rms = u_inv, eps = norm_eps} (kernels/rmsnorm), bit for bit. Without y
+  // there is none.
+  Tensor w = {};      // in   [H] f32; absent: 1
+  Tensor y = {};      // out  [T, H] f32
+  Tensor u_inv = {};  // out  [T] f32; may be absent
 };
 
 // Of the backward: every iteration's result is kept on the chip.

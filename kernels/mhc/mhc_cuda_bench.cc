@@ -28,6 +28,9 @@ void run(testing::CudaBench& bench, int64_t tokens) {
   const MhcMerge merge{.x = mix.x, .y = rows(), .post = mix.post, .comb = comb, .out = streams()};
   const int64_t row = mix.u.bytes();
   bench.memory_row("mix", tokens, 5 * row, [&](int) { launch(mix, bench.stream()); });
+  MhcMix normed = mix;
+  normed.w = bench.random(DType::kF32, {kWidth}), normed.y = rows();
+  bench.memory_row("mix with the norm", tokens, 6 * row, [&](int) { launch(normed, bench.stream()); });
   bench.memory_row("merge", tokens, 9 * row, [&](int) { launch(merge, bench.stream()); });
   if (tokens <= 128) return;  // decode
   const Tensor dx = streams();

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "kernels/mhc/mhc.h"
+#include "kernels/rmsnorm/rmsnorm.h"
 #include "kernels/testing/cuda_test.h"
 
 namespace slipstream::kernels {
@@ -242,6 +243,29 @@ TEST_P(MhcCudaBits, TokenIgnoresItsNeighbours) {
   testing::expect_same_bits_on_device(pieces.u, together.u);
   testing::expect_same_bits_on_device(back_pieces.dx, back_together.dx);
   testing::expect_same_bits_on_device(back_pieces.dzr, back_together.dzr);
+}
+
+TEST_P(MhcCudaBits, MixWithTheNormHasTheBitsOfBoth) {
+  const DType dtype = GetParam();
+  TensorPool pool(8);
+  CudaPool device;
+  for (const Shape& s : {Shape{290, 4, 260}, Shape{5, 4, 4096}, Shape{3, 2, 67}, Shape{3, 4, 6151}, Shape{300, 4, 4096}, Shape{2, 8, 5}}) {
+    const MhcMix host = make_mix(pool, s, dtype), mix = on_cuda(device, host, dtype);
+    launch(mix, cuda_stream());
+    for (const Tensor& w : {Tensor(), device.copy(pool.random(DType::kF32, {s.width}))}) {
+      const Tensor y = device.output(dtype, {s.tokens, s.width}), u_inv = device.output(DType::kF32, {s.tokens});
+      launch(RmsNorm{.x = mix.u, .w = w, .y = y, .inv_rms = u_inv, .eps = mix.norm_eps}, cuda_stream());
+      MhcMix both = on_cuda(device, host, dtype);
+      both.w = w, both.y = device.output(dtype, {s.tokens, s.width}), both.u_inv = device.output(DType::kF32, {s.tokens});
+      launch(both, cuda_stream());
+      testing::expect_same_bits_on_device(both.u, mix.u);
+      testing::expect_same_bits_on_device(both.y, y);
+      testing::expect_same_bits_on_device(both.u_inv, u_inv);
+      testing::expect_same_bits_on_device(both.post, mix.post);
+      testing::expect_same_bits_on_device(both.comb, mix.comb);
+    }
+  }
+  device.expect_fences_intact();
 }
 
 TEST_P(MhcCudaBits, RefusesMoreIterationsThanItKeeps) {

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "kernels/mhc/mhc.h"
+#include "kernels/rmsnorm/rmsnorm.h"
 #include "kernels/validate.h"
 
 namespace slipstream::kernels {
@@ -144,7 +145,11 @@ absl::Status validate(const MhcMix& args) {
   RETURN_IF_ERROR(expect_that(op, args.norm_eps > 0.0f, "norm_eps must be > 0"));
   RETURN_IF_ERROR(expect_tensor(op, "post", args.post, DType::kF32, {tokens, n}));
   RETURN_IF_ERROR(expect_tensor(op, "comb", args.comb, DType::kF32, {tokens, n, n}));
-  return expect_activation(op, "u", args.u, {tokens, width});
+  RETURN_IF_ERROR(expect_activation(op, "u", args.u, {tokens, width}));
+  if (!args.w.empty()) RETURN_IF_ERROR(expect_tensor(op, "w", args.w, DType::kF32, {width}));
+  if (!args.y.empty() || !args.w.empty() || !args.u_inv.empty()) RETURN_IF_ERROR(expect_activation(op, "y", args.y, {tokens, width}));
+  if (!args.u_inv.empty()) RETURN_IF_ERROR(expect_tensor(op, "u_inv", args.u_inv, DType::kF32, {tokens}));
+  return absl::OkStatus();
 }
 
 absl::Status validate(const MhcMixBackward& args) {
@@ -231,6 +236,7 @@ void reference(const MhcMix& args) {
       }
     }
   }
+  if (!args.y.empty()) reference(RmsNorm{.x = args.u, .w = args.w, .y = args.y, .inv_rms = args.u_inv, .eps = args.norm_eps});
 }
 
 void reference(const MhcMixBackward& args) {

@@ -1,4 +1,5 @@
 #include "kernels/mhc/mhc.h"
+#include "kernels/rmsnorm/rmsnorm.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/mhc/mhc_simd.cc"
@@ -429,6 +430,7 @@ void launch(const MhcMix& args, Stream& stream) {
   stream.parallel_for(args.x.size(0), grain_groups(args.x, stream), [&](int64_t begin, int64_t end, Worker&) {
     HWY_DYNAMIC_DISPATCH(mix)(args, begin, end);
   });
+  if (!args.y.empty()) launch(RmsNorm{.x = args.u, .w = args.w, .y = args.y, .inv_rms = args.u_inv, .eps = args.norm_eps}, stream);
 }
 
 void launch(const MhcMixBackward& args, Stream& stream) {

@@ -3,6 +3,7 @@
 // bit; every backward agrees with finite differences; extreme and NaN tokens stay to themselves; bad
 // arguments are refused.
 #include "kernels/mhc/mhc.h"
+#include "kernels/rmsnorm/rmsnorm.h"
 
 #include <algorithm>
 #include <cmath>
@@ -408,6 +409,24 @@ TEST(MhcTest, HostileTokensStayToThemselves) {
   }
 }
 
+TEST_P(MhcTest, MixWithTheNormHasTheBitsOfBoth) {
+  TensorPool pool(13);
+  const Shape s = shape();
+  const MhcMix mix = random_mix(pool, s);
+  launch(mix, test_stream());
+  for (const Tensor& w : {Tensor(), pool.random(DType::kF32, {s.width})}) {
+    const Tensor y = pool.output(DType::kF32, {s.tokens, s.width}), u_inv = pool.output(DType::kF32, {s.tokens});
+    launch(RmsNorm{.x = mix.u, .w = w, .y = y, .inv_rms = u_inv, .eps = mix.norm_eps}, test_stream());
+    MhcMix both = with_fresh_outputs(pool, mix);
+    both.w = w, both.y = pool.output(DType::kF32, {s.tokens, s.width}), both.u_inv = pool.output(DType::kF32, {s.tokens});
+    launch(both, test_stream());
+    testing::expect_same_bits(both.u, mix.u);
+    testing::expect_same_bits(both.y, y);
+    testing::expect_same_bits(both.u_inv, u_inv);
+    testing::expect_same_bits(both.comb, mix.comb);
+  }
+}
+
 TEST(MhcTest, RefusesByName) {
   TensorPool pool(12);
   const MhcMix mix = random_mix(pool, {2, 4, 8});
@@ -423,6 +442,9 @@ TEST(MhcTest, RefusesByName) {
   bad = mix;
   bad.iterations = 0;
   EXPECT_EQ(validate(bad).message(), "mhc_mix: iterations must be >= 1");
+  bad = mix;
+  bad.w = pool.random(DType::kF32, {8});
+  EXPECT_EQ(validate(bad).message(), "mhc_mix: y: absent, expected f32 [2, 8]");
   MhcMixBackward backward = random_mix_backward(pool, mix);
   backward.dscale = pool.zeros(DType::kF32, {2});
   EXPECT_EQ(validate(backward).message(), "mhc_mix_backward: dscale: f32 [2], expected f32 [3]");

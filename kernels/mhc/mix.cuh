@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/cuda/activations.cuh"
-#include "kernels/cuda/row_values.cuh"
+#include "kernels/cuda/norm_row.cuh"
 #include "kernels/mhc/sinkhorn.cuh"
 
 namespace slipstream::kernels {
@@ -32,6 +32,9 @@ struct MixView {
   Rows<float> post;
   Heads<float> comb;
   Rows<X> u;
+  const float* w;
+  Rows<X> y;  // no norm without
+  float* u_inv;
   int width, iterations;
   bool whole;
 };
@@ -71,13 +74,20 @@ __global__ void __launch_bounds__(kCombThreads) mix_comb(const MixView<X> view, 
   make_comb<N>(view, t, view.inv_rms[t], token < tokens);
 }
 
+// With few tokens comb is made by one more warp, beside the mix.
+template <bool kWithComb>
+constexpr int kMixThreadsMore = kWithComb ? kWarp : 0;
+
 template <class X, int N, bool kWithComb>
-__global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_streams(const MixView<X> view) {
+__global__ void __launch_bounds__(kTokenThreadsMax + kMixThreadsMore<kWithComb>, kWithComb ? 2 : kMixBlocks<X, 4>)
+    mix_streams(const MixView<X> view) {
   constexpr int kRuns = kHeldRuns<N>;
   __shared__ float pre[N];
   const int64_t t = blockIdx.x;
-  const int e = static_cast<int>(threadIdx.x);
-  const RowShare share = block_share(view.width, view.whole);
+  const int e = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x) - kMixThreadsMore<kWithComb>;
+  const bool mixes = !kWithComb || e < threads;
+  const RowShare share = {e, threads, mixes ? view.width : 0, view.whole};
+  if (view.y.data != nullptr) prefetch_norm<kRuns>(view.w, share);
   HeldRow<X, kRuns> x[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = HeldRow<X, kRuns>(view.x.at(t, i), share);
@@ -100,15 +110,27 @@ __global__ void __launch_bounds__(kTokenThreadsMax, kMixBlocks<X, 4>) mix_stream
     }
   }
   __syncthreads();
+  if (!mixes) return make_comb<N>(view, t, inv_rms, e % kWarp < LaneMatrix<N>::kGroup);
+  HeldRow<X, kRuns> u(view.u[t]);
   for_runs<kRuns>(share, [&](int r, int column) {
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < N; ++i) sum = add_scaled(pre[i], x[i].at(r, column, share), sum);
+    sum = {rounded<X>(sum.x), rounded<X>(sum.y), rounded<X>(sum.z), rounded<X>(sum.w)};
     store_run(view.u[t] + column, sum, share.width - column, share.whole);
+    if (r < kRuns) u.keep(r, sum);
   });
-  if (kWithComb && threadIdx.x / kWarp == blockDim.x / kWarp - 1) {
-    make_comb<N>(view, t, inv_rms, e % kWarp < LaneMatrix<N>::kGroup);
-  }
+  if (view.y.data == nullptr) return;
+  const float u_inv = norm_row(u, view.w, view.y[t], view.norm_eps, share, [&](float value) {
+    return sum_of_warps(value, threads / kWarp, [&] {
+      if constexpr (kWithComb) {
+        asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+      } else {
+        __syncthreads();
+      }
+    });
+  });
+  if (view.u_inv != nullptr && e == 0) view.u_inv[t] = u_inv;
 }
 
 // --- MhcMixBackward: dzr holds the gradients of the logits until the last kernel ---

@@ -1,7 +1,7 @@
 #include "kernels/rmsnorm/rmsnorm.h"
 
 #include "kernels/cuda/column_sums.cuh"
-#include "kernels/cuda/row_values.cuh"
+#include "kernels/cuda/norm_row.cuh"
 #include "kernels/launch_cuda.h"
 
 namespace slipstream::kernels {
@@ -21,31 +21,18 @@ __device__ __forceinline__ HeldRow<X, kRuns> sum_row(const X* a, const X* b, X* 
   return sum;
 }
 
-constexpr unsigned kFewRows = 128;
-
 // One block a row.
 template <class X, int kRuns, bool kSum>
 __global__ void __launch_bounds__(256) rmsnorm(Rows<const X> xs, Rows<const X> bs, Rows<X> sums, const float* w, Rows<X> ys,
                                                float* inv_rms, int width, float eps, bool whole) {
   const int64_t row = blockIdx.x;
   const RowShare share = block_share(width, whole);
-  // Few rows wait for memory once, not once more for w.
-  if (gridDim.x <= kFewRows && w != nullptr) {
-    for_runs<kRuns>(share, [&](int, int column) { prefetch_line(w + column); });
-  }
+  prefetch_norm<kRuns>(w, share);
   const HeldRow<X, kRuns> x = [&] {
     if constexpr (kSum) return sum_row<X, kRuns>(xs[row], bs[row], sums[row], share);
     else return HeldRow<X, kRuns>(xs[row], share);
   }();
-  float squares = 0.0f;
-  for_runs<kRuns>(share, [&](int r, int column) { squares = add_squares(x.at(r, column, share), squares); });
-  const float inv = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(width) + eps);
-  for_runs<kRuns>(share, [&](int r, int column) {
-    const float4 v = x.at(r, column, share);
-    const float4 g = w == nullptr ? float4{1.0f, 1.0f, 1.0f, 1.0f} : load_run(w + column, width - column, whole);
-    store_run(ys[row] + column, {g.x * (v.x * inv), g.y * (v.y * inv), g.z * (v.z * inv), g.w * (v.w * inv)}, width - column,
-              whole);
-  });
+  const float inv = norm_row(x, w, ys[row], eps, share, [](float squares) { return block_sum(squares); });
   if (inv_rms != nullptr && threadIdx.x == 0) inv_rms[row] = inv;
 }
 

@@ -34,11 +34,14 @@ Tensor DecoderLayer::enter(const HyperWeights& hyper, const Tensor& norm, const 
     s.post = step.island({tokens, n});
     s.comb = step.island({tokens, n, n});
     s.u = step.alloc({tokens, hidden_});
+    const Tensor y = step.alloc({tokens, hidden_});
+    if (keep) s.u_inv = step.island({tokens});
     kernels::launch(kernels::MhcMix{.x = state.view({tokens, n, hidden_}), .zr = s.zr, .base = hyper.base,
                                     .scale = hyper.scale, .norm_eps = norm_eps_, .eps = hyper_->eps,
                                     .iterations = hyper_->iterations, .inv_rms = s.inv_rms, .post = s.post,
-                                    .comb = s.comb, .u = s.u},
+                                    .comb = s.comb, .u = s.u, .w = norm, .y = y, .u_inv = keep ? s.u_inv : Tensor()},
                     step.stream);
+    return y;
   }
   return rms_norm(step, s.u, norm, norm_eps_, keep ? &s.u_inv : nullptr);
 }
