@@ -62,57 +62,71 @@ __device__ __forceinline__ int row_of_thread() {
   return static_cast<int>(thread % 128 / kWarp * 16 + thread % kWarp / 4);
 }
 
-// What a thread knows of its two rows, row and row + 8 of the warp's sixteen: `sum` is its own columns'
-// share.
+// The steps of a block, of the products of queries and keys as wgmma lays them out: two rows a thread, row and row + 8 of the warp's
+// sixteen.
+
+// Keys from `count` on do not exist.
+__device__ __forceinline__ void leave_out_missing(float (&scores)[32], int count) {
+  if (count >= kLatentKeys) return;
+  const int column = static_cast<int>(thread_again() % 4 * 2);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    if (i / 4 * 8 + column + i % 2 >= count) scores[i] = -INFINITY;
+  }
+}
+// Of the thread's columns of row r, and of the whole row.
+__device__ __forceinline__ float largest_here(const float (&scores)[32], int r) {
+  float largest[2] = {scores[2 * r], scores[2 * r + 1]};
+#pragma unroll
+  for (int j = 1; j < 8; ++j) {
+    largest[0] = fmaxf(largest[0], scores[4 * j + 2 * r]);
+    largest[1] = fmaxf(largest[1], scores[4 * j + 2 * r + 1]);
+  }
+  return fmaxf(largest[0], largest[1]);
+}
+__device__ __forceinline__ float largest_of_row(float here) {
+  const float all = fmaxf(here, __shfl_xor_sync(~0u, here, 1));
+  return fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+}
+// `top` after a block with this largest scaled score; returns what all that was added up before is to be multiplied by.
+__device__ __forceinline__ float move_top(float& top, float largest) {
+  const float before = top;
+  if (largest > before + kTopSlack) top = largest;
+  return top == before ? 1.0f : fast_exp2(before - top);
+}
+// The weights of columns 8 j + ... of row r, as products take them; low + high is the thread's share of the sum.
+__device__ __forceinline__ float2 weigh_pair(const float (&scores)[32], int j, int r, float scale, float top) {
+  return {fast_exp2(fmaf(scores[4 * j + 2 * r], scale, -top)), fast_exp2(fmaf(scores[4 * j + 2 * r + 1], scale, -top))};
+}
+__device__ __forceinline__ float sum_of_row(float here) {
+  here += __shfl_xor_sync(~0u, here, 1);
+  return here + __shfl_xor_sync(~0u, here, 2);
+}
+
+// What a thread knows of its two rows: `sum` is its own columns' share.
 struct SoftmaxRows {
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 
-  // From the products of queries and keys to weights, as wgmma lays out both; the first `count` keys exist.
-  // What was added up before is to be multiplied by `rescale`.
+  // From the products to weights; the first `count` keys exist.
   __device__ __forceinline__ void add(float (&scores)[32], int count, float scale, float (&rescale)[2],
                                       uint32_t (&weights)[4][4]) {
-    if (count < kLatentKeys) {
-      const int column = static_cast<int>(thread_again() % 4 * 2);
+    leave_out_missing(scores, count);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        if (i / 4 * 8 + column + i % 2 >= count) scores[i] = -INFINITY;
-      }
-    }
+    for (int r = 0; r < 2; ++r) rescale[r] = largest_here(scores, r);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest[2] = {scores[2 * r], scores[2 * r + 1]};
-#pragma unroll
-      for (int j = 1; j < 8; ++j) {
-        largest[0] = fmaxf(largest[0], scores[4 * j + 2 * r]);
-        largest[1] = fmaxf(largest[1], scores[4 * j + 2 * r + 1]);
-      }
-      rescale[r] = fmaxf(largest[0], largest[1]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float all = fmaxf(rescale[r], __shfl_xor_sync(~0u, rescale[r], 1));
-      all = fmaxf(all, __shfl_xor_sync(~0u, all, 2)) * scale;
-      const float before = top[r];
-      if (all > before + kTopSlack) top[r] = all;
-      rescale[r] = top[r] == before ? 1.0f : fast_exp2(before - top[r]);
+      rescale[r] = move_top(top[r], largest_of_row(rescale[r]) * scale);
       sum[r] *= rescale[r];
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float low = fast_exp2(fmaf(scores[4 * j + 2 * r], scale, -top[r]));
-        const float high = fast_exp2(fmaf(scores[4 * j + 2 * r + 1], scale, -top[r]));
-        sum[r] += low + high;
-        weights[j / 2][j % 2 * 2 + r] = pack_bf16(low, high);
+        const float2 pair = weigh_pair(scores, j, r, scale, top[r]);
+        sum[r] += pair.x + pair.y;
+        weights[j / 2][j % 2 * 2 + r] = pack_bf16(pair.x, pair.y);
       }
     }
-  }
-  // Of the whole row.
-  __device__ __forceinline__ float total(int r) const {
-    float all = sum[r];
-    all += __shfl_xor_sync(~0u, all, 1);
-    return all + __shfl_xor_sync(~0u, all, 2);
   }
 };
 

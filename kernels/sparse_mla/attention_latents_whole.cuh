@@ -277,7 +277,7 @@ __device__ __forceinline__ void score_queries(LatentShared<kRope>& shared, const
         if (left <= 0) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            rows.sum[r] = rows.total(r);
+            rows.sum[r] = sum_of_row(rows.sum[r]);
             if (thread_again() % 4 == 0) shared.factor[row + 8 * r] = 1.0f / rows.sum[r];
           }
         }

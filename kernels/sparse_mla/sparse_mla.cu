@@ -78,16 +78,18 @@ bool takes_latents(const Attention& args, const LatentView<K>& view) {
          view.heads > 16 && args.scale > 0.0f && view.vectors && aligned_16(args.q) && fours(args.o);
 }
 
-// Up to so many queries with a selection are shared out: on an H200, with 2048 keys each, 32 take 0.066 ms
-// then and 0.074 ms otherwise. Lists without one have lengths that a graph's launches must not depend on.
-constexpr int64_t kFewQueries = 32;
+// Up to so many queries with a selection are shared out: weigh_latents' blocks then run at once. (On an H200, with 2048 keys each, 32
+// take 0.073 ms so and 0.066 otherwise; of fp8 rows 0.083 and 0.110.) Lists without a selection have lengths that a graph's launches
+// must not depend on.
+template <class K>
+constexpr int64_t kFewQueries = sizeof(K) == 1 ? 32 : 16;
 
 template <bool kRope, class K>
 void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream& stream) {
   constexpr float kLog2e = 1.4426950408889634f;
   const int64_t queries = args.q.size(0), runs = divide_up(view.heads, kLatentHeads);
   const int64_t blocks = args.indices.empty() ? 0 : divide_up(args.indices.size(1), kLatentKeys);
-  const int64_t multi = multiprocessors(), floats = queries * runs * blocks * kScoreValues;
+  const int64_t multi = multiprocessors(), scored = queries * runs * blocks, floats = scored * (kScoreValues + kLatentHeads);
   const auto grid = [&](int64_t x, int64_t z) {
     return dim3(static_cast<unsigned>(x), static_cast<unsigned>(runs), static_cast<unsigned>(z));
   };
@@ -97,7 +99,7 @@ void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream&
   constexpr int kBytes = sizeof(LatentShared<kRope>);
   static_assert(kBytes <= kSharedMax);
   Arena& workspace = stream.workspace();
-  if (queries * runs > kFewQueries || blocks < 4 ||
+  if (queries * runs > kFewQueries<K> || blocks < 4 || blocks > kSplitBlocksMax ||
       floats * 4 + 1024 > workspace.capacity() - workspace.used()) {
     allow_shared(attend_latents<kRope, K>, kBytes);
     attend_latents<kRope, K><<<grid(std::min(queries, std::max<int64_t>(multi / runs, 1)), 1), kLatentThreads,
@@ -105,7 +107,8 @@ void attend_to_latents(const Attention& args, const LatentView<K>& view, Stream&
     return;
   }
   const ArenaScope scope(workspace);
-  const LatentScores scores{workspace.alloc(DType::kF32, {floats}).f32(), static_cast<int>(blocks)};
+  const LatentScores scores{workspace.alloc(DType::kF32, {scored * kScoreValues}).f32(),
+                            workspace.alloc(DType::kF32, {scored * kLatentHeads}).f32(), static_cast<int>(blocks)};
   share.span = static_cast<int>(divide_up(blocks, std::max<int64_t>(multi / (queries * runs), 1)));
   allow_shared(score_latents<kRope, K>, kBytes);
   allow_shared(weigh_latents<K>, sizeof(WeighShared));

@@ -354,7 +354,7 @@ TEST_P(SparseMlaCudaLong, FewQueriesHaveTheBitsOfMany) {
       on_cuda(device, world.call(pool, testing::whole_sequences(shape.lengths), 1), DType::kBf16);
   launch(all, cuda_stream());
   const int64_t end = shape.lengths[0];
-  const std::vector<std::vector<Piece>> calls{{{0, end - 49, end}}, {{0, end - 48, end}}, {{0, 0, 1}},
+  const std::vector<std::vector<Piece>> calls{{{0, end - 49, end}}, {{0, end - 17, end}}, {{0, end - 16, end}}, {{0, 0, 1}},
                                               {{0, 63, 64}},        {{0, 64, 65}},        {{0, 200, 217}},
                                               {{0, end - 1, end}}};
   for (const std::vector<Piece>& pieces : calls) {
