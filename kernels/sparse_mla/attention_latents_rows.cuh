@@ -6,7 +6,7 @@
 
 namespace slipstream::kernels {
 
-// A row to copy; what does not exist is null and becomes zeros, since it must not be NaN.
+// A row to copy; a head that does not exist is null and becomes zeros.
 template <class T>
 struct SourceRow {
   const T* from;
@@ -137,7 +137,8 @@ struct CodeCopier {
 
 // Where the keys of a query's blocks lie, found in time: the list and the table of pages each take as long to
 // answer as a block takes to be attended to, so what is asked for before a block is used before the next. A lane looks
-// for one of its warp's sixteen rows.
+// for one of its warp's sixteen rows. Beyond the list's end it is the last key again, whose weights are 0: it brings no NaN that
+// the query does not see anyway. Lists have keys.
 template <class K>
 class KeyFinder {
  public:
@@ -167,20 +168,17 @@ class KeyFinder {
 
  private:
   static constexpr int kUnit = 16 / static_cast<int>(sizeof(K));  // places count 16 bytes
-  static constexpr uint32_t kNowhere = ~0u;
 
   __device__ __forceinline__ int position(int block) const {
     const uint32_t thread = thread_again();
     const int entry =
         block * kLatentKeys + static_cast<int>(thread % 128 / kWarp * 4 + thread % 4 + thread % 16 / 4 * 16);
-    return entry < list_.count ? list_.position(entry) : -1;
+    return list_.position(min(entry, list_.count - 1));
   }
   __device__ __forceinline__ int page(int position) const {
-    if (position < 0) return 0;
     return view_.keys.table[list_.sequence * view_.keys.table_stride + position / kPageRows];
   }
   __device__ __forceinline__ uint32_t place(int page, int position) const {
-    if (position < 0) return kNowhere;
     return static_cast<uint32_t>(page) * static_cast<uint32_t>(view_.keys.page_stride / kUnit) +
            static_cast<uint32_t>(position) % static_cast<uint32_t>(kPageRows) *
                static_cast<uint32_t>(view_.keys.row_stride / kUnit);
@@ -190,14 +188,14 @@ class KeyFinder {
     return __shfl_sync(~0u, place, i * 4 + static_cast<int>(thread_again() % kWarp / 8));
   }
   __device__ __forceinline__ SourceRow<K> at(uint32_t place) const {
-    return {place == kNowhere ? nullptr : view_.keys.pool + uint64_t{place} * kUnit};
+    return {view_.keys.pool + uint64_t{place} * kUnit};
   }
 
   const LatentView<K>& view_;
   const KeyList list_;
   int block_, later_;
   int page_, position_;  // of the block after the next
-  uint32_t next_, this_ = kNowhere, before_ = kNowhere;
+  uint32_t next_, this_ = 0, before_ = 0;
 };
 
 }  // namespace slipstream::kernels

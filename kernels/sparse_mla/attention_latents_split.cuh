@@ -125,6 +125,7 @@ struct WeighShared {
 template <class K>
 __device__ __forceinline__ void copy_values(WeighShared& shared, const LatentView<K>& view, int t, int blocks, int column) {
   constexpr bool kCodes = sizeof(K) == 1;
+  if (blocks == 0) return;
   Ring<kWeighStages> stage;
   KeyFinder<K> keys(view, keys_of(view, t), 0);
   for (int block = 0; block < blocks; ++block, stage.advance()) {

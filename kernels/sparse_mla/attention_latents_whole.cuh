@@ -116,8 +116,7 @@ __device__ __forceinline__ void fetch_latents(LatentShared<kRope>& shared, const
         copy_last(source);
       } else if constexpr (kRope) {
         // To be copied soon, and then quickly: the products that wait for the tile stand between two blocks' weighing.
-        const bf16* const row = as_bf16(keys.own()).from;
-        if (row != nullptr) prefetch_line(row + rope_column + (thread_again() % kWarp < 16 ? 0 : 56));
+        prefetch_line(as_bf16(keys.own()).from + rope_column + (thread_again() % kWarp < 16 ? 0 : 56));
       }
     }
     if (end > begin + 2) {
