@@ -110,7 +110,9 @@ job() {
   python3 - "$logs/$name/metrics.jsonl" <<'P'
 import json, sys
 rows = [row for row in map(json.loads, open(sys.argv[1])) if row["phase"] == "rl"]
-mean = lambda key, part: sum(row[key] for row in part) / len(part)
+def mean(key, part):  # a step may begin before any of its episodes is over
+    values = [row[key] for row in part if row[key] is not None]
+    return sum(values) / max(len(values), 1)
 seconds = rows[-1]["wall_seconds"] - rows[0]["wall_seconds"]
 trained = sum(row["trained_tokens"] for row in rows[1:])
 print(f"ok reward {mean('reward_mean', rows[:10]):.3f} -> {mean('reward_mean', rows[-10:]):.3f} in {len(rows)} steps, {seconds:.0f} s;"

@@ -1,4 +1,4 @@
-// slice_bench CONFIG.json [--layers 4] [--device cuda] [--fp8] [--trace] [--check TOKENS]: a published shape cut to its first
+// slice_bench CONFIG.json [--layers 4] [--device cuda] [--fp8] [--trace [--timeline]] [--check TOKENS]: a published shape cut to its first
 // layers, with random weights: tokens a second and share of the roofline of prefill, decode and a training step, and the memory
 // they take. One table.
 #include <cmath>
