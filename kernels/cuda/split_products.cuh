@@ -20,6 +20,13 @@ __device__ __forceinline__ void split_pair(float low, float high, uint32_t (&par
   }
 }
 
+__device__ __forceinline__ void split_eight(const float4 (&values)[2], uint32_t (&pairs)[4][3]) {
+  split_pair(values[0].x, values[0].y, pairs[0]);
+  split_pair(values[0].z, values[0].w, pairs[1]);
+  split_pair(values[1].x, values[1].y, pairs[2]);
+  split_pair(values[1].z, values[1].w, pairs[3]);
+}
+
 // --- Any shape: 64 x 64 tiles by 2 x 2 warps, 32 k a step ---------------------------------------------------------------
 
 constexpr int kSplitTile = 64, kSplitDepth = 32, kSplitThreads = 128;

@@ -57,12 +57,7 @@ __global__ void __cluster_dims__(kThinBlocks) __launch_bounds__(kThinWarps* kWar
       af[1][i][0] = top.z, af[1][i][1] = bottom.z, af[1][i][2] = top.w, af[1][i][3] = bottom.w;
     }
 #pragma unroll
-    for (int j = 0; j < kTilesN; ++j) {
-      split_pair(w[j][0].x, w[j][0].y, bf[j][0]);
-      split_pair(w[j][0].z, w[j][0].w, bf[j][1]);
-      split_pair(w[j][1].x, w[j][1].y, bf[j][2]);
-      split_pair(w[j][1].z, w[j][1].w, bf[j][3]);
-    }
+    for (int j = 0; j < kTilesN; ++j) split_eight(w[j], bf[j]);
     if (step + 1 < last) fetch(step + 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -115,10 +110,7 @@ __global__ void __cluster_dims__(kThinBlocks) __launch_bounds__(kThinWarps* kWar
 template <int kTilesM>
 __device__ __forceinline__ void add_thin_step(const uint4 (&x)[kTilesM][2], const float4 (&w)[2], float (&sums)[kTilesM][4]) {
   uint32_t parts[4][3];
-  split_pair(w[0].x, w[0].y, parts[0]);
-  split_pair(w[0].z, w[0].w, parts[1]);
-  split_pair(w[1].x, w[1].y, parts[2]);
-  split_pair(w[1].z, w[1].w, parts[3]);
+  split_eight(w, parts);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
