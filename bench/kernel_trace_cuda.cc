@@ -83,9 +83,10 @@ absl::Status checked(CUptiResult result) {
 
 void print_timeline(const Span* first, const Span* last) {
   std::printf("  %10s %8s %8s  of one pass, us\n", "begin", "gap", "takes");
+  if (first == last) return;
   uint64_t until = first->begin;
   for (const Span* span = first; span < last; ++span) {
-    const auto us = [](uint64_t from, uint64_t to) { return (static_cast<double>(to) - static_cast<double>(from)) * 1e-3; };
+    const auto us = [](uint64_t from, uint64_t to) { return static_cast<double>(static_cast<int64_t>(to - from)) * 1e-3; };
     std::printf("  %10.1f %8.1f %8.1f  %s\n", us(first->begin, span->begin), us(until, span->begin), us(span->begin, span->end),
                 span->name.c_str());
     until = std::max(until, span->end);

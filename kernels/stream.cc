@@ -128,17 +128,20 @@ absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cpu(int threads) {
   return std::unique_ptr<Stream>(new Stream(std::move(team), nullptr, Device{}));
 }
 
+constexpr int64_t kCounters = 2;
+
 struct Stream::Queue {
   void* stream = nullptr;
   char* staging = nullptr;
   int64_t staged = 0;  // bytes of `staging` that copies under way may still read
   Arena workspace;
-  Tensor counters;  // in the workspace
+  void* counters = nullptr;
 
   explicit Queue(Arena arena) : workspace(std::move(arena)) {}
   ~Queue() {
     if (stream != nullptr) cuda::destroy_stream(stream);
     if (staging != nullptr) cuda::release_pinned(staging);
+    if (counters != nullptr) cuda::release(counters);
   }
 };
 
@@ -148,8 +151,8 @@ absl::StatusOr<std::unique_ptr<Stream>> Stream::create_cuda(int32_t index, int64
   ASSIGN_OR_RETURN(queue->stream, cuda::create_stream());
   ASSIGN_OR_RETURN(void* const staging, cuda::allocate_pinned(kStagingBytes));
   queue->staging = static_cast<char*>(staging);
-  queue->counters = queue->workspace.alloc(DType::kI32, {2});
-  cuda::zero(queue->counters.raw(), queue->counters.bytes(), queue->stream);
+  ASSIGN_OR_RETURN(queue->counters, cuda::allocate(kCounters * size_of(DType::kI32)));
+  cuda::zero(queue->counters, kCounters * size_of(DType::kI32), queue->stream);
   return std::unique_ptr<Stream>(new Stream(nullptr, std::move(queue), Device{DeviceKind::kCuda, index}));
 }
 
@@ -186,7 +189,7 @@ Arena& Stream::workspace() {
 
 Tensor Stream::counters() {
   CHECK(on_cuda());
-  return queue_->counters;
+  return Tensor(queue_->counters, DType::kI32, {kCounters}, device_);
 }
 
 void Stream::adopt() {
